@@ -1,13 +1,14 @@
-"""Which ops DPNAS' search prefers, and what activations and pools contribute to the found cell.
+"""Analyse the ops that DPNAS' search prefers, and the effect of activations and pools in its cell.
 
     python scripts/analyse.py <run folder> [--against <run folder> ...] [--retrain]
 
-Of a finished run: how often each op is on each edge of 1,000 cells, drawn as the search would draw
-next; the mean validation accuracy of each round's cells, beside those of other runs; and the cell
-with all activations or all pools of one kind (Cheng et al. 2022, arXiv 2110.08557, Tables 6 and 7),
-each a run folder in ``variants/`` that ``--retrain`` trains with the run's own settings. The found
-cell is among them: with privacy, a run's search has taken a part of its epsilon, which here all
-goes into training. All numbers are also written to the run's ``analysis.json``.
+For a finished run the script reports how often each op is on each edge of 1,000 cells, drawn as the
+search would draw next; the mean validation accuracy of each round's cells, beside those of other
+runs; and variants of the cell with all activations or all pools of one kind (Cheng et al. 2022,
+arXiv 2110.08557, Tables 6 and 7). Each variant is a run folder in ``variants/`` that ``--retrain``
+trains with the run's own settings. The found cell is one of them: with privacy, the run's search
+has taken a part of its epsilon, while here all of it goes into training. All numbers are also
+written to the run's ``analysis.json``.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from fednas_flwr.spaces.dp_cells import ACTIVATIONS, EDGES, POOLS, DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype
 
 SAMPLES = 1000
-FAMILIES = {  # ops that take each other's place, by the short name of each
+FAMILIES = {  # ops that can replace one another, by their short names
     "activations": {f"conv_3x3_{name}": name for name in ACTIVATIONS},
     "pools": {op: op.removesuffix("_pool_3x3") for op in POOLS},
 }
 
 
 def main(arguments: list[str]) -> int:
-    """Analyse a finished run; with ``--retrain`` train each variant of its cell before."""
+    """Analyse a finished run; with ``--retrain``, first train each variant of its cell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--against", type=Path, nargs="+", default=[])
@@ -72,9 +73,10 @@ def main(arguments: list[str]) -> int:
 
 
 def variants(genotype: Genotype) -> dict[str, Genotype]:
-    """Return the genotype and, by name, those with all activations or all pools of one kind.
+    """Return the genotype and, by name, its variants with all activations or pools of one kind.
 
-    A variant that changes nothing is left out, and so are all of a genotype of another space.
+    A variant that changes nothing is omitted, and so are all variants of a genotype of another
+    space.
     """
     made = {"found": genotype}
     for family, ops in FAMILIES.items() if genotype.space == DPCellSpace.name else ():
@@ -89,7 +91,7 @@ def variants(genotype: Genotype) -> dict[str, Genotype]:
 
 
 def prepare_variants(config: Config) -> list[Path]:
-    """Return a run folder for every variant of a run's cell, made where it is missing."""
+    """Return a run folder for every variant of a run's cell; missing ones are created."""
     folder = Path(str(config.run_dir))
     if not (folder / GENOTYPE_FILE).is_file():
         return []
@@ -106,7 +108,7 @@ def prepare_variants(config: Config) -> list[Path]:
 
 
 def samples(config: Config) -> dict[str, Any] | None:
-    """Return how often each op is on each edge of paths drawn as the search would draw next."""
+    """Return the frequency of each op on each edge of paths drawn as the search would draw next."""
     checkpoint = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", print).latest("search")
     if not isinstance(config.algorithm, DPNASSettings) or checkpoint is None:
         return None
@@ -128,7 +130,7 @@ def samples(config: Config) -> dict[str, Any] | None:
 
 
 def rewards(run: Run) -> dict[str, Any]:
-    """Return the mean validation accuracy of each round's candidates; none in warm-up rounds."""
+    """Return the mean validation accuracy of each round's candidates; warm-up rounds have none."""
     rounds = [e for e in run.rounds("search") if "validation_accuracy" in e["metrics"]]
     return {
         "run": run.folder.name,

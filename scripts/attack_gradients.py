@@ -1,19 +1,19 @@
-"""Table and picture: what a curious server learns of records, with and without privacy=dp.
+"""Table and picture: what a curious server learns about records, with and without privacy=dp.
 
     scripts/attack_gradients.sh
 
-Two attacks on what clients send (``train.weights`` of a convolutional network, scikit-learn's
+Two attacks on clients' replies (``train.weights`` of a convolutional network, scikit-learn's
 digits), each on an exact and on a private client with the same settings:
 
-- Gradient inversion (Geiping et al. 2020, arXiv 2003.14053): images are fitted whose gradient
-  points where that of the client's only step did. The attacker is given the labels, and the private
-  client one release at the whole epsilon, with less noise than any longer run has.
-- Membership (LiRA, online: Carlini et al. 2022, arXiv 2112.03570): was a record among those that a
-  trained network has seen? Every one of the networks, each trained on a random half of the records,
-  is the target once, and the others its shadows. Beside it a threshold on the loss.
+- Gradient inversion (Geiping et al. 2020, arXiv 2003.14053): images are fitted until their gradient
+  points in the direction of the client's only step. The attacker is given the labels. The private
+  client makes one release at the whole epsilon, with less noise than in any longer run.
+- Membership (LiRA, online: Carlini et al. 2022, arXiv 2112.03570): was a record among those on
+  which a network was trained? Each network is trained on a random half of the records; each is the
+  target once, with the others as its shadows. A threshold on the loss is given for comparison.
 
-Adds what is missing to scripts/results/attacks.json, and draws attacks.svg from the first seed;
-a quarter of an hour per seed on one core.
+The script adds missing results to scripts/results/attacks.json, and draws attacks.svg from the
+first seed. It takes a quarter of an hour per seed on one core.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ CPU, SEEDS = torch.device("cpu"), (1, 2, 3)
 SHADOWS = 24  # networks of a seed's membership attack
 EPSILON = 8.0
 WALK = 0.2  # privacy.retrain.noise_walk
-RECORDS = 400  # of which each network has seen half
+RECORDS = 400  # each network is trained on half of them
 BATCHES = (1, 1, 1, 4)  # records of the clients whose only step is inverted
-EPOCHS, STEPS, BATCH = 40, 80, 32  # of membership: exact epochs, private steps
+EPOCHS, STEPS, BATCH = 40, 80, 32  # for membership: exact epochs, private steps
 NETWORK = {"name": "plain_cnn", "input_shape": [1, 8, 8], "num_classes": 10}
 RATES = SGD(lr=0.05, min_lr=0.05, momentum=0.9, weight_decay=0.0, clip_norm=None)
 COLUMNS = [
@@ -91,9 +91,9 @@ def compose(private: bool, steps: int, batch: int, folder: Path, seed: int) -> C
 def trained(
     config: Config, prepared: Prepared, rows: np.ndarray, local: LocalTraining, folder: Path
 ) -> tuple[nn.Module, nn.Module]:
-    """Return the network that a client of these records is sent, and the one that it answers."""
+    """Return the network that is sent to a client with these records, and the one in its reply."""
     privacy = config.privacy
-    if isinstance(privacy, DifferentialPrivacy):  # a site, with a budget of its own
+    if isinstance(privacy, DifferentialPrivacy):  # a site with its own budget
         config = replace(config, privacy=replace(privacy, sites=str(folder)))
     client = make_client(config, 0, data=(prepared, [rows]), networks={})
     with seeded(config.seed, "attacked"):
@@ -123,7 +123,7 @@ def rated(local: LocalTraining, schedule: Schedule, splits: dict[str, int]) -> L
 
 @cache  # calibrating noise takes a second
 def schedule_of(steps: int, batch: int, records: str) -> Schedule:
-    """Return what a private client of so many records by split, as JSON, commits to."""
+    """Return the schedule of a private client; ``records`` has its numbers by split as JSON."""
     config = compose(True, steps, batch, Path("sites"), 0)
     return make_schedules(config, [json.loads(records)], done={})[0]
 
@@ -135,7 +135,7 @@ def ask(client: Client, action: str, settings: object, states: object = None) ->
 
 
 def one_step(private: bool, epochs: int, steps: int, batch: int | None) -> LocalTraining:
-    """Return what a client is asked to do."""
+    """Return the training that is requested of a client."""
     amount = Amount(None, steps, None) if private else Amount(epochs, None, batch)
     return LocalTraining(NETWORK, "train+validation", amount, RATES, 0.0, 0.0)
 
@@ -168,7 +168,7 @@ def invert(
 
 
 def inversion(private: bool, prepared: Prepared, folder: Path, seed: int) -> dict[str, Any]:
-    """Return the images of clients' records, what was made of their answers, and the scores."""
+    """Return the images of clients' records, their reconstructions from replies, and the scores."""
     order = np.random.default_rng(seed).permutation(RECORDS)
     split = server_split(prepared.train, prepared.mean, prepared.std)
     everything = split.batch(torch.arange(RECORDS), CPU)[0].flatten(1)
@@ -183,7 +183,7 @@ def inversion(private: bool, prepared: Prepared, folder: Path, seed: int) -> dic
         guessed = invert(before, after, labels, seed=seed)
         errors = torch.cdist(x.flatten(1), guessed.flatten(1)).square() / x[0].numel()
         errors[labels[:, None] != labels] = math.inf
-        true, guess = linear_sum_assignment(errors)  # of equal labels the order cannot be known
+        true, guess = linear_sum_assignment(errors)  # among equal labels the order is unknown
         squares += errors[true, guess].tolist()
         nearest = torch.cdist(guessed.flatten(1), everything).argmin(1)[guess]
         found += (nearest == torch.from_numpy(rows)[true]).tolist()
@@ -227,7 +227,7 @@ def membership(private: bool, prepared: Prepared, folder: Path, seed: int) -> di
 
 
 def likelihood_ratios(odds: np.ndarray, seen: np.ndarray, target: int) -> np.ndarray:
-    """Return each record's log ratio of a normal density with it to one without it."""
+    """Return each record's log ratio of the normal densities of networks with and without it."""
     others = np.arange(len(odds)) != target
     held, given = odds[others], seen[others]
     means = [np.where(mask, held, 0).sum(0) / mask.sum(0) for mask in (given, ~given)]
@@ -237,13 +237,13 @@ def likelihood_ratios(odds: np.ndarray, seen: np.ndarray, target: int) -> np.nda
 
 
 def rate_at(truth: np.ndarray, scores: np.ndarray, false_alarms: float) -> float:
-    """Return the share of members above the threshold that this share of the others exceeds."""
+    """Return the share of members above the threshold that this share of non-members exceeds."""
     threshold = np.quantile(scores[~truth], 1 - false_alarms, method="higher")
     return float((scores[truth] > threshold).mean())
 
 
 def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]], path: Path) -> None:
-    """Draw the clients' images, and what was made of exact and of private answers."""
+    """Draw the clients' images, and the reconstructions from exact and from private replies."""
     exact, private = pairs["exact"], pairs["private"]
     rows = {
         "client's record": [x for _, x, _ in exact],
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def attack(private: bool, seed: int, pairs: dict[str, Any]) -> dict[str, Any]:
-    """Return the scores of both attacks; images and what was made of them are put in ``pairs``."""
+    """Return the scores of both attacks; put images and their reconstructions into ``pairs``."""
     name = "private" if private else "exact"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -1,11 +1,11 @@
-"""How often `fednas audit` finds a client's fault, and passes an honest client.
+"""Count how often `fednas audit` finds a client's fault, and how often it passes an honest client.
 
     python scripts/audit_faults.py [--runs 20] [--jobs 1] [--only "half the noise"]
 
-Each run builds one fault into one kind of release, drawn at random from those that can have it, of
-one of the private runs below, in turns, on made data. Of it only the requests with that kind are
-audited; honest clients are audited whole. Prints one line per run as JSON, then how many were
-found, by fault and by kind of release.
+Each run takes the next of the private runs below, on made-up data, and builds one fault into one
+kind of release, drawn at random from those that can have it. Only the requests with that kind are
+audited; honest clients are audited completely. The script prints one line per run as JSON, then the
+numbers of faults found, by fault and by kind of release.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RUNS = {
 
 
 def overrides_of(name: str, folder: Path) -> list[str]:
-    """Return the overrides of a run on a table in a folder, which is made."""
+    """Return the overrides of a run on a table, which is created in a folder."""
     rows = np.random.default_rng(0).normal(size=(360, 3)).round(3)
     lines = [
         f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in enumerate(rows)
@@ -68,7 +68,7 @@ def overrides_of(name: str, folder: Path) -> list[str]:
 
 
 def audited(case: tuple[str, str, int]) -> dict[str, Any]:
-    """Return what an audit says of a run with a fault of a name, drawn by a seed."""
+    """Return the result of an audit of a run with a named fault, drawn with a seed."""
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def audited(case: tuple[str, str, int]) -> dict[str, Any]:
 
 
 def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
-    """Return the keys of the releases that can have a fault and are told by replies."""
+    """Return the keys of the releases that can have a fault and are visible in replies."""
     keys = set()
     for planned in schedule:
         is_gradient = planned.kind in ("weights", "alphas")
@@ -105,7 +105,7 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
 
 
 def names_for(fault: str) -> list[str]:
-    """Return the runs that have a release for a fault."""
+    """Return the names of the runs that have a release for a fault."""
     if fault in faulty_client.REPEATED:
         return ["local training", "trials", "pool"]
     if fault in (faulty_client.MASKS | faulty_client.GRADIENTS):
@@ -114,7 +114,7 @@ def names_for(fault: str) -> list[str]:
 
 
 def main() -> None:
-    """Run all, and print the table."""
+    """Run everything and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="of each fault, and of honest clients")
     parser.add_argument("--jobs", type=int, default=1)

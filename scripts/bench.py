@@ -1,4 +1,4 @@
-"""What the benchmarks share: steps that are timed in turn, and the numbers that are printed."""
+"""Shared code of the benchmarks: steps that are timed in turn, and the printed numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 Step = Callable[[], object]
-Times = dict[str, np.ndarray]  # by step the seconds of every repeat
+Times = dict[str, np.ndarray]  # seconds of every repeat, by step
 
 DEVICE = os.environ.get("FEDNAS_DEVICE", "cpu")
 
 
 def arguments(description: str, *, repeats: int, told: str = "") -> argparse.ArgumentParser:
-    """Return a parser of ``--repeats``; all that follows is computed on one thread."""
+    """Return a parser of ``--repeats``; everything after this is computed on one thread."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=repeats, help=told)
@@ -27,21 +27,21 @@ def arguments(description: str, *, repeats: int, told: str = "") -> argparse.Arg
 
 
 def clocks() -> np.ndarray:
-    """Return seconds of CPU time of this process, and of the wall when a GPU's work is done."""
+    """Return seconds of this process's CPU time and of wall time, after a GPU's work is done."""
     if DEVICE != "cpu":
         torch.cuda.synchronize()
     return np.array([time.process_time(), time.perf_counter()])
 
 
 def seconds_of(step: Step) -> np.ndarray:
-    """Return the seconds of CPU and of the wall that a step takes."""
+    """Return the seconds of CPU time and of wall time that a step takes."""
     start = clocks()
     step()
     return clocks() - start
 
 
 def measure_both(steps: dict[str, Step], repeats: int) -> tuple[Times, Times]:
-    """Return the CPU and the wall time of steps in every repeat, after one that is not counted.
+    """Return the CPU and the wall time of steps in every repeat, after one uncounted repeat.
 
     Every other repeat runs the steps in the opposite order.
     """
@@ -55,7 +55,7 @@ def measure_both(steps: dict[str, Step], repeats: int) -> tuple[Times, Times]:
 
 
 def measure(steps: dict[str, Step], repeats: int) -> Times:
-    """Return the CPU time of steps, on a GPU the wall time; see :func:`measure_both`."""
+    """Return the CPU time of steps, or their wall time on a GPU; see :func:`measure_both`."""
     return measure_both(steps, repeats)[DEVICE != "cpu"]
 
 
@@ -70,7 +70,7 @@ def compare(contenders: dict[str, Step], repeats: int) -> float:
 
 
 def is_met(name: str, ratio: float, limit: float) -> bool:
-    """Print a ratio with its limit; return whether it is within."""
+    """Print a ratio with its limit; return True if it is within the limit."""
     verdict = "met" if ratio <= limit else "MISSED"
     print(f"{name}: {ratio:.3f}, at most {limit:g}: {verdict}", flush=True)
     return ratio <= limit
@@ -89,6 +89,6 @@ def summary(values: Sequence[float] | np.ndarray, decimals: int) -> str:
 
 
 def show(name: str, values: np.ndarray, decimals: int, *, limit: float | None = None) -> None:
-    """Print a name with the summary of its values, and a limit of their median."""
+    """Print a name with the summary of its values, and the limit of their median."""
     told = "" if limit is None else f"  (limit {limit:.2f})"
     print(f"  {name:<58} {summary(values, decimals)}{told}", flush=True)

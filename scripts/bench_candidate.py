@@ -1,12 +1,12 @@
-"""Cost of a private client's steps on candidates over a plain client's: whole steps, in one run.
+"""Cost of a private client's steps on candidates over a plain client's: whole steps in one run.
 
     python scripts/bench_candidate.py [--repeats 7]
 
-Both answer the same `train.candidate` of six random candidates of the space dp_cells on made images
-of 28x28, on one thread. The private client draws a Poisson batch, clips every record's gradient,
-adds noise, books the step in a ledger on disk and then steps its optimiser. Interleaved; the ratio
-is the median over pairs. The aim is 1.3; DPNAS (Cheng et al. 2022, appendix) reports 2.4 for its
-search.
+Both answer the same `train.candidate` request for six random candidates of the space dp_cells on
+made-up images of 28x28, on one thread. The private client draws a Poisson batch, clips every
+record's gradient, adds noise, books the step in a ledger on disk and then steps its optimiser.
+Steps are interleaved; the ratio is the median over pairs. The aim is 1.3; DPNAS (Cheng et al. 2022,
+appendix) reports 2.4 for its search.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def made_images(folder: Path) -> Path:
 
 
 def make_steps(overrides: list[str]) -> partial[object]:
-    """Return what lets a client answer one message that asks for all steps."""
+    """Return a function with which a client answers one message that asks for all steps."""
     config = parse_config(compose_tree(overrides))
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})

@@ -6,18 +6,19 @@
         [--runtimes inline]
     python scripts/bench_clients.py --paths 1 2 10
 
-Every client has 20 images, so that a round's work grows with the clients alone. feathers searches
-with a small supernet; fedavg trains MobileNetV2, whose 2.2 M weights fill the server's memory.
-Inline the server's process is the clients', too. Exits with 1 when a server took more than 4 GB or
-when a client of the largest federation costs more than 1.5 times as much as one of the second
-smallest. Run it on an otherwise idle machine.
+Every client has 20 images, so that a round's work grows only with the number of clients. feathers
+searches with a small supernet; fedavg trains MobileNetV2, whose 2.2 M weights fill the server's
+memory. With the inline runtime the server's process is also that of the clients. The exit code is 1
+if a server took more than 4 GB, or if a client of the largest federation costs more than 1.5 times
+as much as one of the second smallest. Run it on an otherwise idle machine.
 
-With --sampled a round asks 50 of so many clients of 6 images each: FedAvg of a small CNN. Memory
-and time per round (inline CPU time) are compared with those of the fewest clients. Exits with 1
-when more clients need more than 1.1 times as much of either, or a process takes 2 GB.
+With --sampled a round asks 50 of the given numbers of clients, with 6 images each: FedAvg of a
+small CNN. Memory and time per round (inline: CPU time) are compared with those of the smallest
+number. The exit code is 1 if more clients need more than 1.1 times as much of either, or if a
+process takes 2 GB.
 
-With --paths DPNAS searches on digits with so many candidates per message, with runtime.wire=float32
-and int8; the bytes of its messages, both ways, are printed.
+With --paths DPNAS searches on digits with the given numbers of candidates per message, with
+runtime.wire=float32 and int8; the bytes of its messages in both directions are printed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IMAGES = 20  # per client
 RUNTIMES = ("inline", "ray")
 LIMIT_MB = 4000
 LARGEST_RATIO = 1.5  # of costs per client
-ROUNDS = 4  # the first is not counted: networks are built in it
+ROUNDS = 4  # the first is not counted, as networks are built in it
 SETTINGS = {
     "feathers": (
         *("experiment=feathers/fashion_mnist", "stages=[search]", f"rounds={ROUNDS}"),
@@ -53,7 +54,7 @@ SETTINGS = {
         *("retrain.batch_size=32", f"retrain.rounds={ROUNDS}"),
     ),
 }
-ASKED, SAMPLED_IMAGES = 50, 6  # clients of a round, images of each
+ASKED, SAMPLED_IMAGES = 50, 6  # clients per round, images per client
 SAMPLED_RATIO, SAMPLED_LIMIT_MB = 1.1, 2000
 SAMPLED = (
     *("algorithm=fedavg", "algorithm.network=plain_cnn", "retrain.local_epochs=1"),
@@ -81,7 +82,7 @@ print(json.dumps([largest, used.ru_utime + used.ru_stime, rounds]))
 
 
 def main() -> int:
-    """Measure and print, a line at a time; exit code 1 when a limit is passed."""
+    """Measure and print line by line; the exit code is 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path)
     parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES)
@@ -116,13 +117,13 @@ def main() -> int:
 
 
 def told(passed: bool) -> int:
-    """Print whether all limits hold; return the exit code."""
+    """Print if all limits hold; return the exit code."""
     print("all limits hold" if passed else "A LIMIT WAS PASSED")
     return 0 if passed else 1
 
 
 def compare_sampled(root: Path, runtimes: Sequence[str], clients: Sequence[int]) -> int:
-    """Measure and print runs whose rounds ask some clients; exit code 1 when a limit is passed."""
+    """Measure and print runs whose rounds ask some clients; return 1 if a limit is exceeded."""
     print(
         "runtime  clients  peak memory (MB)  s per round  CPU s per round  CPU s in all  "
         "over the fewest clients"
@@ -146,7 +147,7 @@ def compare_sampled(root: Path, runtimes: Sequence[str], clients: Sequence[int])
 
 
 def compare_paths(candidates: Sequence[int]) -> None:
-    """Measure and print the bytes of searches of DPNAS."""
+    """Measure and print the bytes of searches by DPNAS."""
     print("wire     candidates per message  MB per round")
     for wire, number in product(("float32", "int8"), sorted(candidates)):
         own = [f"algorithm.{kind}_candidates={number}" for kind in ("trained", "rewarded", "final")]
@@ -159,13 +160,13 @@ def compare_paths(candidates: Sequence[int]) -> None:
 
 
 class Measured(NamedTuple):
-    """What a run took.
+    """Memory and time of a run.
 
     Attributes:
-        memory_mb: Most memory of its process, or of one that it started, in 10^6 bytes.
+        memory_mb: Peak memory of its process, or of one that it started, in 10^6 bytes.
         round_s: Median seconds of a round after the first.
         round_cpu_s: Median CPU seconds of its process in a round after the first.
-        cpu_s: CPU seconds of its process in all.
+        cpu_s: Total CPU seconds of its process.
     """
 
     memory_mb: float
@@ -177,7 +178,7 @@ class Measured(NamedTuple):
 def measured(
     settings: Sequence[str], runtime: str, clients: int, *, root: Path, images: int
 ) -> Measured:
-    """Return what a run in a process of its own takes, of clients with so many images."""
+    """Return the memory and time of a run in a separate process, with ``images`` per client."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *settings,
@@ -201,7 +202,7 @@ def measured(
 
 
 def is_linear(seconds: dict[int, float]) -> bool:
-    """Return whether a client costs about the same in the largest as in a smaller federation."""
+    """Return True if a client costs about the same in the largest as in a smaller federation."""
     sizes = sorted(seconds)
     if len(sizes) < 2:
         return True

@@ -1,12 +1,12 @@
-"""What an exchange with three sites takes, over Flower's own that carries nothing.
+"""Time of an exchange with three sites, over an empty exchange of Flower itself.
 
     python scripts/bench_exchange.py [--exchanges 8]
 
-Both on this machine, one after the other. Flower's: an app of a few lines on a SuperLink and three
-SuperNodes as Flower starts them, without TLS; its messages are empty. Ours: a search by FNAS on
-sites that `fednas provision` has made, whose clients compute a gradient of a small supernet on 8
-images. Each number is a median over exchanges; exit code 1 if the ratio is above its limit. Run it
-on an otherwise idle machine.
+Both run on this machine, one after the other. Flower's is an app of a few lines on a SuperLink and
+three SuperNodes as Flower starts them, without TLS; its messages are empty. Ours is a search by
+FNAS on sites that `fednas provision` has made, whose clients compute a gradient of a small supernet
+on 8 images. Each number is a median over exchanges; the exit code is 1 if the ratio is above its
+limit. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
 
 
 def our_exchanges(folder: Path, number: int) -> list[float]:
-    """Return the seconds of each exchange of a search, as a mean over each round's two."""
+    """Return the seconds per exchange of a search, as the mean of each round's two."""
     machines = local_machines(folder)
     machines.make_private(False)
     run = folder / "run"

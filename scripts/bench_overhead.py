@@ -1,12 +1,13 @@
-"""What several processes save of a round, and how long a first run takes.
+"""Time that several processes save in a round, and time of a first run.
 
     python scripts/bench_overhead.py [--parts processes first] [--repeats 3]
 
 processes: the wall time of a round in the processes of a plain run, and on 2 of Ray's actors, over
-that of the same round in one process, of 4 clients that work for 5 s or more each. first: seconds
+that of the same round in one process, with 4 clients that work for 5 s or more each. first: seconds
 from typing a command to its end, on all cores and on one. Numbers are medians with their spread
-(smallest to largest), but processes compares the fastest rounds; run it on an otherwise idle
-machine. What a client's step costs over a bare loop of PyTorch is ``bench_precision.py``'s to tell.
+(smallest to largest), except that processes compares the fastest rounds. Run it on an otherwise
+idle machine. ``bench_precision.py`` measures the cost of a client's step over a bare loop of
+PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fednas_flwr.base.processes import ALONE
 from fednas_flwr.runs.numbers import Run, read_run
 
 LIMITS = {"processes": 1 / 1.8, "first": 45.0}
-CLIENTS = 4  # of a round in several processes
+CLIENTS = 4  # in a round in several processes
 FIRST = {"fednas run": (), "recommended": ("experiment=search/recommended",)}
 EQUAL_WORK = (
     *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
@@ -35,7 +36,7 @@ EQUAL_WORK = (
 
 
 def main() -> int:
-    """Measure the parts that were asked for; exit code 1 when a ratio is above its limit."""
+    """Measure the requested parts; the exit code is 1 if a ratio is above its limit."""
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     options = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def measure_first_runs() -> float:
-    """Return the seconds of the recommended command on all cores, and print others'."""
+    """Return the seconds of the recommended command on all cores; print those of others, too."""
     cores, seconds = sorted(os.sched_getaffinity(0)), dict[tuple[str, int], float]()
     for name, overrides in FIRST.items():
         for some in (cores, cores[:1]):
@@ -69,9 +70,9 @@ def timed_run(*overrides: str, **given: Any) -> tuple[float, Run]:
 def measure_processes(repeats: int) -> float:
     """Return the wall time of a round in several processes over that of the same round in one.
 
-    That of a plain run or of Ray's, whichever is longer. Of each the fastest round counts, of
-    several runs and without each run's first round, in which processes make data and networks: of a
-    busy machine these say most.
+    The result is for a plain run or for Ray, whichever is longer. The fastest round of several runs
+    counts, without each run's first round, in which processes make data and networks. On a busy
+    machine the fastest rounds are the most informative.
     """
     cpus = len(os.sched_getaffinity(0))
     runtimes = {

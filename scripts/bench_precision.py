@@ -1,11 +1,12 @@
-"""Time of training a fixed network, over a bare loop of PyTorch and in bfloat16 over float32.
+"""Time of training a fixed network, over a bare loop of PyTorch, and of bfloat16 over float32.
 
     python scripts/bench_precision.py [--repeats 9]
 
-Networks of one NAS-Bench-201 cell of 3x3 convolutions per stage, or more, and of DARTS' cells and
-MBConv blocks, whose convolutions are grouped, trained on made-up images by steps of SGD on one
-thread, which clients make or a loop of ten lines; CPU time, medians of pairs.
-``training.precision=auto`` takes bfloat16 from ``LEAST_MULTIPLY_ADDS`` on, and never of the latter.
+The networks have one or more NAS-Bench-201 cells of 3x3 convolutions per stage, or DARTS' cells or
+MBConv blocks, whose convolutions are grouped. They are trained on made-up images by steps of SGD on
+one thread, taken by a client or by a loop of ten lines. Numbers are CPU time, medians of pairs.
+``training.precision=auto`` takes bfloat16 from ``LEAST_MULTIPLY_ADDS`` on, and never with grouped
+convolutions.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def made_up(side: int) -> Split:
 
 
 def in_a_loop(network: torch.nn.Module, split: Split) -> None:
-    """Train by the steps of a bare loop."""
+    """Train with the steps of a bare loop."""
     optimizer = torch.optim.SGD(network.train().parameters(), **SGD_SETTINGS)
     for rows in torch.randperm(len(split)).split(BATCH):
         x = (split.features[rows].float() / 255 - split.mean[0]) / split.std[0]
@@ -95,7 +96,7 @@ def in_a_loop(network: torch.nn.Module, split: Split) -> None:
 
 
 def of_a_client(network: torch.nn.Module, split: Split, precision: str) -> None:
-    """Train by steps as clients make them."""
+    """Train with the steps of a client."""
     sgd = torch.optim.SGD(network.parameters(), **SGD_SETTINGS)
     weights = Optimizer(trainable_weights(network), sgd)
     generator = make_generator(0)

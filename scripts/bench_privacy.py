@@ -1,11 +1,11 @@
-"""Cost of noise, and of the bookkeeping over the private weight steps that it belongs to.
+"""Cost of noise, and of bookkeeping over the private weight steps to which it belongs.
 
     python scripts/bench_privacy.py [--repeats 11] [--noise-only]
 
-Bookkeeping is what a run adds to its steps, here those of a DARTS supernet and of NAS-Bench-201's:
-masks, noise, the ledger's reservations, and the accountants' numbers. What a step itself costs is
-printed by ``bench_step.py``. Noise, an exact discrete Gaussian, stands beside the one of Box and
-Muller (1958), rounded, that it replaced.
+Bookkeeping is everything that a run adds to its steps, here those of a DARTS supernet and of
+NAS-Bench-201's: masks, noise, the ledger's reservations, and the accountants' numbers.
+``bench_step.py`` prints the cost of a step itself. Noise, an exact discrete Gaussian, is compared
+with the rounded one of Box and Muller (1958) that it replaced.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure_noise(repeats: int) -> None:
 
 
 def box_muller(count: int, *, sigma: int) -> torch.Tensor:
-    """Return rounded Gaussians from a 64-bit radius and a 53-bit angle: not exact."""
+    """Return rounded Gaussians from a 64-bit radius and a 53-bit angle; they are not exact."""
     values, stream = torch.empty(count, dtype=torch.float64), _Keystream(os.urandom(32))
     for chunk in values.split(2**15):
         half = len(chunk) // 2
@@ -112,7 +112,7 @@ def measure_bookkeeping(space: Space, step_s: float) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with Ledger(Path(folder) / "ledger" / "ledger.sqlite", Path(folder) / "key") as ledger:
-            # Of the wall, which counts the disk's time.
+            # Wall time, which includes the disk's time.
             booked, accounted, drawn = (seconds_of(step)[1] for step in (book, account, draw))
     steps = NUM_STEPS * step_s
     print(f"  {NUM_STEPS} private weight steps: {steps:.0f} s; of that")

@@ -1,9 +1,9 @@
-"""Time of reading over pandas' of the same CSV and Pillow's of the same images, in one run.
+"""Time of reading, over that of pandas for the same CSV and of Pillow for the same images.
 
     python scripts/bench_reading.py [--megabytes 42 1000] [--images 50000] [--side 32]
 
-"read" is the reader alone: records with their ids; "data" all that `fednas data` does then, the
-division over clients and the copy in the cache among it. Without imports.
+"read" is the reader alone: records with their ids. "data" is everything that `fednas data` then
+does, including the division over clients and the copy in the cache. Imports are not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         table, folder = Path(name) / "table.csv", Path(name) / "images"
         write_table(table, 100)
-        with contextlib.redirect_stdout(io.StringIO()):  # which imports all that is needed
+        with contextlib.redirect_stdout(io.StringIO()):  # imports everything needed
             show("", "csv", table, lambda: pd.read_csv(table))
         sizes = [megabytes * 1_000_000 // ROW_BYTES for megabytes in options.megabytes]
         for rows in (1000, *sizes):
@@ -61,7 +61,7 @@ def write_table(path: Path, rows: int) -> None:
 
 
 def write_images(folder: Path, number: int, side: int) -> None:
-    """Write enlarged digits under noise as gray JPEGs in a folder per class."""
+    """Write enlarged digits with noise as gray JPEGs, in a folder per class."""
     digits = load_digits()
     noise = np.random.default_rng(0).integers(0, 64, (side, side), np.uint8)
     for i in range(number):
@@ -73,7 +73,7 @@ def write_images(folder: Path, number: int, side: int) -> None:
 
 
 def pixels(path: Path) -> np.ndarray:
-    """Pixels of an image, in colour, as our settings have it."""
+    """Pixels of an image in colour, as in our settings."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -81,7 +81,7 @@ def pixels(path: Path) -> np.ndarray:
 def show(
     name: str, kind: str, path: Path, usual: Callable[[], object], given: Mapping[str, int] = {}
 ) -> None:
-    """Print the times of CPU and wall over the usual ones."""
+    """Print the CPU and wall times over those of the usual reader."""
     settings = data_settings(kind, {"cache": "none", **given})
     typed = [f"dataset.{name}={value}" for name, value in given.items()]
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(io.StringIO()):

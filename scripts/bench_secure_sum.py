@@ -1,8 +1,8 @@
-"""CPU seconds of one secure sum, of each site and of the server: no network, no training.
+"""CPU seconds of one secure sum, for each site and for the server, without network or training.
 
     python scripts/bench_secure_sum.py [--values 2000000] [--repeats 3]
 
-Prints the least of the repeats; "float32 sum" is what the server does today.
+The script prints the smallest of the repeats. "float32 sum" is a plain sum by the server.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(num_values: int, number: int) -> dict[str, float]:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str, share: int) -> Iterator[None]:
-    """Add the CPU seconds of a block, over so many sites."""
+    """Add the CPU seconds of a block, divided by ``share`` sites."""
     begun = time.process_time()
     yield
     seconds[name] = seconds.get(name, 0.0) + (time.process_time() - begun) / share

@@ -2,10 +2,11 @@
 
     scripts/bench_step.sh [--filling-only]
 
-Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
-medians with quartiles, and medians of the paired ratios, which are what counts, and how many
-multiply-adds the plain step makes of those that a matrix product makes in its time. Times are
-process CPU time of one thread. With FEDNAS_DEVICE=cuda steps are on a GPU, in wall time.
+Steps of one size alternate, so that a slow minute of the machine affects all of them. The script
+prints medians with quartiles and, as the main result, medians of the paired ratios. It also prints
+the multiply-adds of the plain step as a share of those that a matrix product makes in the same
+time. Times are process CPU time of one thread. With FEDNAS_DEVICE=cuda steps run on a GPU, in wall
+time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Space = DARTSSpace | NASBench201Space
 
 MAX_NORM = 1.0
 CLASSES = 10
-PRODUCT = 2048  # rows and columns of a matrix product that shows the peak
+PRODUCT = 2048  # rows and columns of the matrix product that measures the peak
 S = DARTSSpace(input_shape=(1, 28, 28), num_classes=10, channels=4, num_cells=3, norm="group")
 L = DARTSSpace(input_shape=(3, 32, 32), num_classes=10, channels=16, num_cells=8, norm="group")
 CELLS_201 = NASBench201Space(
@@ -52,7 +53,7 @@ SIZES: dict[str, tuple[Space, int]] = {
     "L: darts, 32x32x3, C 16, 8 cells, B 8": (L, 8),
     "nasbench201, 28x28x1, C 8, N 1, B 16": (CELLS_201, 16),
 }
-# (sums of steps), (over sums of steps), limit by the size's first letter
+# (sum of these steps), (over sum of these), limits by the size's first letter
 RATIOS: tuple[tuple[tuple[str, ...], tuple[str, ...], dict[str, float]], ...] = (
     (("plain, batch norm",), ("reference, batch norm",), {"S": 0.35, "L": 0.45}),
     (("private weights",), ("reference weights",), {"S": 0.60, "L": 0.70}),
@@ -69,7 +70,7 @@ def main() -> None:
     parser = arguments(__doc__, repeats=11, told="of S; a third of it of L")
     parser.add_argument("--filling-only", action="store_true", help="measure filling and end")
     options = parser.parse_args()
-    keep_freed_memory()  # as processes of clients do
+    keep_freed_memory()  # as in processes of clients
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     if not options.filling_only:
         for title, (space, batch_size) in SIZES.items():
@@ -77,7 +78,7 @@ def main() -> None:
             times = measure(make_steps(space, batch_size), repeats)
             print_ratios(title, times, repeats)
             multiply_adds = count_multiply_adds(by_ops(make_supernet(space)), space.input_shape)
-            made = 3 * batch_size * multiply_adds  # forward, and backward by both factors
+            made = 3 * batch_size * multiply_adds  # forward, and backward for both factors
             share = made / (peak() * times["plain, batch norm"])
             show("multiply-adds of the plain step / of a matrix product", share, 2)
     measure_filling(options.repeats)
@@ -94,7 +95,7 @@ def print_ratios(title: str, times: Times, repeats: int) -> None:
 
 
 def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
-    """Return the steps to be compared, on one batch and equal parameters."""
+    """Return the steps to compare, on one batch and with equal parameters."""
     x, y = make_batch(space.input_shape, batch_size)
     reference, fast, *batch_normed = (
         computed(make_supernet(replace(space, norm=norm)))
@@ -123,7 +124,7 @@ def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
 def measure_filling(repeats: int) -> None:
     """Print the weight step of S on Poisson batches with filled micro-batches over unfilled ones.
 
-    Every pair of steps is of a batch of its own.
+    Every pair of steps has its own batch.
     """
     supernet = make_supernet(S)
     generator = make_generator(0, "filling")
@@ -210,7 +211,7 @@ class OpWeights(nn.Module):
 
 
 def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
-    """Return the step as Opacus' optimizer makes it, on a reference model that keeps its hooks."""
+    """Return the step of Opacus' optimizer, on a reference model that keeps its hooks."""
     supernet = by_ops(make_supernet(space))
     model = GradSampleModule(HookedSupernet(supernet, by_alphas=by_alphas), loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]

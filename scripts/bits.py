@@ -1,20 +1,19 @@
-"""Hashes of the results of many tiny runs, which show that a change of the code changes no bit.
+"""Hashes of the results of many tiny runs, to show that a change of the code changes no bit.
 
 ``python scripts/bits.py before.json`` runs every case of ``bits.yaml`` with the checkout that
-PYTHONPATH names, through the public door alone (``fednas_flwr.compose`` and ``run``, and the files
-of a run), and writes a SHA-256 for each part of a case's result:
+PYTHONPATH names, through the public interface only (``fednas_flwr.compose`` and ``run``, and the
+files of a run), and writes a SHA-256 for each part of a case's result:
 
 - ``tensors``: the tensors of every model.safetensors, with name, type and shape;
-- ``checkpoints``: those of every stage's last checkpoint, alphas and optimisers included;
+- ``checkpoints``: the tensors of every stage's last checkpoint, including alphas and optimisers;
 - ``genotype``: every genotype.json, as data;
 - ``onnx``: the outputs of every model.onnx on a fixed batch;
-- one part per kind of event that has numbers, without times, traffic and paths.
+- one part for each kind of event that has numbers, without times, traffic and paths.
 
-Not hashed, since they name modules, times or paths: files as a whole, reports, warnings. Private
-cases have ``privacy.test_seed``, which repeats noise and the draws of records, but not the masks of
-drop-path and augmentation: no private case has any.
-``--only NAME...`` runs some cases; ``--compare before.json after.json`` prints what differs, and
-the exit code is then 1.
+Files as a whole, reports and warnings are not hashed, since they name modules, times or paths.
+Private cases have ``privacy.test_seed``, which repeats noise and the draws of records, but not the
+masks of drop-path and augmentation; no private case has any. ``--only NAME...`` runs some cases;
+``--compare before.json after.json`` prints differences, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from safetensors.numpy import load_file
 import fednas_flwr
 
 FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-SETS, CASES = FILE["sets"], FILE["cases"]  # words that stand for several overrides; overrides
+SETS, CASES = FILE["sets"], FILE["cases"]  # words for several overrides; overrides of cases
 NO_NUMBERS = {"run_started", "run_finished", "stage_started", "stage_finished", "group_finished"}
 NO_NUMBERS |= {"warning"}
 NO_BITS = {"time", "elapsed", "seconds", "client_seconds", "run_dir", "source", "run"}
@@ -72,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_case(name: str, base: Path) -> dict[str, str]:
-    """Return the hashes of one case's parts, or the error that ended it as ``failed``."""
+    """Return the hashes of a case's parts, or the error that ended it, as ``failed``."""
     folder = base / re.sub(r"\W+", "-", name)
     began = time.monotonic()
     try:
@@ -95,7 +94,7 @@ def run_case(name: str, base: Path) -> dict[str, str]:
 
 
 def spelt(overrides: str, data: Path) -> str:
-    """Return overrides with the words of ``SETS`` spelt out, and the folder of the made data."""
+    """Return overrides with the words of ``SETS`` and the data's folder filled in."""
     overrides = overrides.replace("DATA", str(data))
     words = "|".join(SETS)
     return re.sub(rf"\b({words})\b", lambda m: spelt(SETS[m[0]], data), overrides)
@@ -190,7 +189,7 @@ def sha256(data: bytes) -> str:
 
 
 def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> int:
-    """Print the cases and parts that differ; return 1 if any does."""
+    """Print the cases and parts that differ; return 1 if any differ."""
     both = [name for name in before if name in after]
     differ = 0
     for name in both:
@@ -207,7 +206,7 @@ def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]])
 
 
 def write_data(folder: Path) -> None:
-    """Write an npz file, tables and a folder of images, the same each time."""
+    """Write an npz file, tables and a folder of images, the same every time."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 150)
     images = rng.integers(0, 120, (150, 3, 8, 8)).astype(np.uint8)

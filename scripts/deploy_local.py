@@ -1,11 +1,11 @@
-"""A search on a server and three sites, all on this machine, as `fednas provision` makes them.
+"""Run a search on a server and three sites on this machine, as made by `fednas provision`.
 
-Each has its own folder, TLS and a registered key, and runs its `start.sh`; what fails is started
-again, as systemd would. Arguments are overrides of `fednas run`, e.g. rounds=2 retrain.rounds=2;
-with `--lose-a-site` the second site is killed (SIGKILL) after the first round. Of a private run,
-whose noise never repeats, the ledgers are checked (secure_sum=true has every site's policy name the
-roster of all sites' keys); any other runs again in one process and must end
-in the same bits, if no site was lost.
+Each has its own folder, TLS and a registered key, and runs its `start.sh`. Parts that fail are
+restarted, as systemd would do. Arguments are overrides of `fednas run`, e.g. rounds=2
+retrain.rounds=2; with `--lose-a-site` the second site is killed (SIGKILL) after the first round.
+The noise of a private run never repeats, so its ledgers are checked (with secure_sum=true every
+site's policy names the roster of all sites' keys). Any other run is repeated in one process and
+must end in the same bits, if no site was lost.
 
 Results, logs and the machines' folders stay in runs/deploy_local_<time>, or the new folder that
 FEDNAS_RESULTS names; every process is stopped at the end.
@@ -45,7 +45,7 @@ SUM_TERMS = "least_sites: 2, colluding: 0"  # of three sites, one of which may b
 
 
 def main(arguments: list[str]) -> int:
-    """Deploy, search, check; returns the exit code."""
+    """Deploy, search and check; return the exit code."""
     lose = "--lose-a-site" in arguments
     overrides = [argument for argument in arguments if argument != "--lose-a-site"]
     name = f"deploy_local_{datetime.now():%Y%m%d-%H%M%S}_{os.getpid()}"
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     config = parse_config(compose_tree(common))
     private = isinstance(config.privacy, DifferentialPrivacy)
     deployed = ["runtime=deployment", "runtime.superlink=server", f"run_dir={results / 'deployed'}"]
-    # Bits could not agree without one of the sites; a lost one must not end the run.
+    # Without one of the sites bits could not agree; a lost site must not end the run.
     deployed += [f"runtime.quorum={0.6 if lose else 1}", "runtime.deadline_s=600", *common]
     deployed += ["privacy.data_set=my-data"] if private else []
     machines = local_machines(results)
@@ -110,7 +110,7 @@ def local_machines(folder: Path) -> Machines:
 
 
 def search(machines: Machines, overrides: list[str], lost: str | None) -> int:
-    """Run ``fednas run`` and print what it says; kill the site ``lost`` after the first round."""
+    """Run ``fednas run`` and print its output; kill the site ``lost`` after the first round."""
     process = machines.launch("fednas", "run", *overrides)
     assert process.stdout is not None
     killed = False
@@ -125,7 +125,7 @@ def search(machines: Machines, overrides: list[str], lost: str | None) -> int:
 
 
 def tell_return(machines: Machines, site: str) -> None:
-    """Say when a site that was killed is on-line again."""
+    """Print when a site that was killed is on-line again."""
     until("its end", lambda: "SuperNode ID" not in machines.read(site))
     machines.wait_online(site)
     say(f"{site}: is back, with the same key and ledger")
@@ -154,7 +154,7 @@ def check_models(machines: Machines, run: Path) -> None:
 
 
 def print_times(machines: Machines, events: list[Event]) -> None:
-    """Say where the time of an exchange went, from the run's events and the sites' logs."""
+    """Print the parts of an exchange's time, from the run's events and the sites' logs."""
     failed = {(e["stage"], e["round"]) for e in events if e["event"] == "client_failed"}
     rounds = [e for e in events if e["event"] == "round" and (e["stage"], e["round"]) not in failed]
     logs = "".join((machines.logs / name).read_text(errors="replace") for name in machines.parts)
@@ -175,7 +175,7 @@ def print_times(machines: Machines, events: list[Event]) -> None:
 
 
 def compare(deployed: Path, inline: Path) -> int:
-    """Print which results are equal, and what differs; returns the exit code."""
+    """Print equal and different results; return the exit code."""
     patterns = ("genotype.json", "model.safetensors", "checkpoints/*.safetensors")
     found = {
         path.relative_to(folder)

@@ -1,11 +1,11 @@
-"""Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
+"""Runs with generated settings: each must be refused in a sentence or complete with all results.
 
     scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180]
 
 Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
 classes and their constraints, so that a new choice or setting is drawn without further work. Data
-and networks are the smallest. Each run has a process and a time limit of its own; what failed or
-hung is listed with the overrides that repeat it.
+and networks are the smallest. Each run has its own process and time limit; runs that failed or hung
+are listed with the overrides that repeat them.
 """
 
 from __future__ import annotations
@@ -46,41 +46,41 @@ from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.parser import Between, Length, OneOf, constraints
 from fednas_flwr.settings.unused import without_effect
 
-LARGEST = 3  # of every count that can be smaller, where nothing is drawn
-SPAN = 8  # drawn whole numbers are up to so far above the least one
-MOST_DRAWN = 3  # settings of a run that are drawn, beside its choices: with more, most are refused
-MISFITS = 0.15  # share of the draws whose choices need not fit, nor follow a refusal's advice
-NEEDED = {  # what a partition or an algorithm cannot do without
+LARGEST = 3  # largest value of every count that can be reduced, if nothing is drawn
+SPAN = 8  # drawn whole numbers are up to this far above the least one
+MOST_DRAWN = 3  # settings of a run that are drawn besides its choices; with more, most are refused
+MISFITS = 0.15  # share of the draws whose choices need neither fit nor follow a refusal's advice
+NEEDED = {  # settings that a partition or an algorithm requires
     "column": ["partition.column=sex"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
     "cfdnas": ["algorithm.client_tags=[a,b]"],
 }
-KEPT = {  # what a run needs to be small, its own and on this machine
+KEPT = {  # fixed, to keep a run small, separate and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "trackers", "runtime.device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-# Drawn, they take much time.
+# If drawn, these take much time.
 SIZES = {"dataset.limit_train", "search_space.width", "runtime.threads"}
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
 TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
-MOST_CHARACTERS = 1500  # of a refusal
-SHARING = 10  # seconds that a second on the CPU may take
+MOST_CHARACTERS = 1500  # in a refusal
+SHARING = 10  # wall seconds that a second on the CPU may take
 LOADED = ("fednas_flwr.deploy.server_app", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
 KINDS = ("completed", "refused", "failed", "hung")  # of outcomes
-MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
+MEMORY = 6 * 2**30  # bytes of address space that a run may add to its initial ones
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         kind: ``completed``, ``refused``, ``failed`` or ``hung``.
-        reason: The sentence, or what is wrong.
-        overrides: What repeats it.
+        reason: The sentence, or the fault.
+        overrides: Overrides that repeat it.
     """
 
     kind: str
@@ -105,7 +105,7 @@ def make_data(folder: Path) -> dict[str, list[str]]:
 
 @st.composite
 def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
-    """Draw a run: choices that fit or not, smallest sizes, and settings of its own."""
+    """Draw a run: choices that fit or do not, smallest sizes, and some drawn settings."""
     fits = draw(st.integers(0, 99)) >= 100 * MISFITS
     name = draw(st.sampled_from(sorted(data)))
     spaces = names_of("search_space")
@@ -114,7 +114,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     space = draw(st.sampled_from(spaces))
     retrain = [file for file in names_of("retrain") if space.startswith(file)] or ["small"]
     partitions = names_of("partition")
-    if fits:  # others need a folder of sites, a file, or a column of a table
+    if fits:  # the unfit need a folder of sites, a file, or a column of a table
         unfit = ("sites", "saved", "label_groups" if name in ("csv", "digits") else "column")
         unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
@@ -153,7 +153,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
 
 
 def advised(chosen: list[str]) -> list[str]:
-    """Return overrides after what refusals of them advise, in their own words."""
+    """Return the overrides after following the advice in the refusals of them."""
     for _ in range(8):
         error = _composed(tuple(chosen))
         if not isinstance(error, ConfigError):
@@ -182,7 +182,7 @@ def _composed(chosen: tuple[str, ...]) -> tuple[list[str], Config] | ConfigError
 
 
 def smallest(config: Config) -> dict[str, Any]:
-    """Return all counts that can be smaller, as small as is allowed, up to ``LARGEST``."""
+    """Return all counts that can be reduced, as small as is allowed, up to ``LARGEST``."""
     small: dict[str, Any] = {}
     for key, (_, value, bounds) in leaves(config):
         name = key.rpartition(".")[2]
@@ -199,7 +199,7 @@ def smallest(config: Config) -> dict[str, Any]:
 
 
 def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-    """Yield key, type, value and constraints of every setting that is no group."""
+    """Yield key, type, value and constraints of every setting that is not a group."""
     hints, bounds = get_type_hints(type(settings), include_extras=True), constraints(type(settings))
     for field in fields(settings):
         key, value = f"{prefix}{field.name}", getattr(settings, field.name)
@@ -210,7 +210,7 @@ def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, An
 
 
 def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ()) -> Any:
-    """Return the strategy of a setting's values; ``value`` is what it has."""
+    """Return the strategy for a setting's values; ``value`` is the present one."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return values(arguments[0], key, value, (*bounds, *arguments[1:]))
@@ -254,13 +254,13 @@ def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ())
 
 
 def shares(names: list[str], cuts: list[int]) -> dict[str, float]:
-    """Return tenths that sum to 1, by name: the stretches between cuts of a line."""
+    """Return tenths that sum to 1, by name: the distances between cuts of a line."""
     ends = zip([0, *cuts], [*cuts, 10], strict=True)
     return {name: (end - start) / 10 for name, (start, end) in zip(names, ends, strict=True)}
 
 
 def numbers(between: Between, name: str, value: Any) -> Any:
-    """Return the strategy of a number: near its value, at its ends, or anywhere of its scale."""
+    """Return the strategy for a number: near its value, at its bounds, or anywhere on its scale."""
     high = min(between.high, 1.0 if name in RATES else 100.0)
     low = max(between.low, -10.0)
     scaled = st.floats(-3, 3).map(lambda power: float(f"{10**power:.3g}"))
@@ -272,7 +272,7 @@ def numbers(between: Between, name: str, value: Any) -> Any:
 
 
 def written(value: Any) -> str:
-    """Return a value as an override has it."""
+    """Return a value in the form of an override."""
     if isinstance(value, dict):
         inside = ", ".join(f"{name}: {written(item)}" for name, item in value.items())
         return f"{{{inside}}}"
@@ -284,7 +284,7 @@ def written(value: Any) -> str:
 
 
 def draws(number: int, seed: int, data: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Yield the overrides of so many runs, drawn independently of one another."""
+    """Yield the overrides of ``number`` runs, drawn independently."""
     for run_seed in range(seed * 10**6, seed * 10**6 + number):
         yield _drawn(run_seed, data)
 
@@ -294,7 +294,7 @@ def _drawn(seed: int, data: Mapping[str, list[str]]) -> list[str]:
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=2,  # of which the first is the simplest, always
+        max_examples=2,  # the first is always the simplest
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -309,7 +309,7 @@ def _drawn(seed: int, data: Mapping[str, list[str]]) -> list[str]:
 
 
 def run(drawn: list[str], folder: Path) -> Outcome:
-    """Run once, in this process, and look at all that it has left."""
+    """Run once in this process, and check everything that it has left."""
     outcome = partial(Outcome, overrides=drawn)
     try:
         config = api.compose(*drawn, f"run_dir={folder}")
@@ -328,7 +328,7 @@ def run(drawn: list[str], folder: Path) -> Outcome:
 
 
 def flaw(config: Config, folder: Path) -> str | None:
-    """Return what a completed run owes, None if nothing."""
+    """Return what a completed run lacks; None if it lacks nothing."""
     from safetensors.torch import load_file
 
     from fednas_flwr.runs.events import read_events
@@ -361,7 +361,7 @@ def _child(drawn: list[str], folder: Path, limit_s: float, sender: Any) -> None:
 
 
 def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
-    """Run in a process of its own, of ``limit_s`` seconds on a CPU, which may be shared."""
+    """Run in a separate process for at most ``limit_s`` seconds on a CPU, which may be shared."""
     context, outcome = multiprocessing.get_context("fork"), partial(Outcome, overrides=drawn)
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(drawn, folder, limit_s, sender))
@@ -384,7 +384,7 @@ def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
 
 
 def fuzz() -> int:
-    """Run what the command line asks for; return 1 if anything failed or hung."""
+    """Run what the command line asks for; return 1 if any run failed or hung."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

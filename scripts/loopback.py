@@ -1,7 +1,7 @@
-"""A server and sites as `fednas provision` makes them, as processes of this machine.
+"""A server and sites, as made by `fednas provision`, in processes of this machine.
 
-:class:`Machines` runs each part and starts it again when it has failed, as systemd or a container
-engine would. `deploy_local.py` and the tests of deployments use it.
+:class:`Machines` runs each part and restarts it if it fails, as systemd or a container engine
+would. `deploy_local.py` and the tests of deployments use it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fednas_flwr.deploy.sites.provision import Deployment, provision, read_roste
 T = TypeVar("T")
 
 SITES = ("north", "south", "east")
-PATIENCE_S = 900.0  # for what takes seconds on an idle machine
-RESTART_S = 10.0  # until a part that has failed is started again
+PATIENCE_S = 900.0  # for steps that take seconds on an idle machine
+RESTART_S = 10.0  # until a part that has failed is restarted
 # Without these lines of its start script a site answers requests that are not private.
 PRIVATE = re.compile(r"^(policy|ledger|ledger-key|split-key|data-set) = .*\n", re.M)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command that runs all the time in the folder of its machine."""
+    """A command that runs permanently in the folder of its machine."""
 
     machine: str
     command: Sequence[str] = ("./start.sh",)
@@ -45,15 +45,15 @@ WHOLE_MACHINES = {name: Part(name) for name in ("server", *SITES)}
 
 
 class Machines:
-    """A server and sites, each with a folder of its own, TLS and a registered key.
+    """A server and sites, each with its own folder, TLS and a registered key.
 
     Args:
-        base: A new folder; below it ``deployment`` has the machines' folders, ``logs`` the output.
+        base: A new folder; in it ``deployment`` has the machines' folders, ``logs`` the output.
         deployment: Names, the server's port, and 127.0.0.1 as its address.
         data: The npz file of each site.
-        records: How many records each site declares.
+        records: Number of records that each site declares.
         class_names: Names of the classes.
-        parts: What runs, by name; of each machine the first one comes first.
+        parts: The parts to run, by name; a machine's first part comes first.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Machines:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environment = os.environ | {"PATH": path}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._read_from: dict[str, int] = {}  # part -> where its log of the newest start begins
+        self._read_from: dict[str, int] = {}  # part -> beginning of its newest start in its log
         self._lock = threading.RLock()
         self._stopping = threading.Event()
         self._others: list[subprocess.Popen[str]] = []
 
     def make_private(self, private: bool) -> None:
-        """Let the sites, from their next start, answer private requests only, or any."""
+        """Let the sites, from their next start on, answer only private requests, or any."""
         for site, script in self._scripts.items():
             self._chosen[site] = script if private else PRIVATE.sub("", script)
             (self.folder / site / "start.sh").write_text(self._chosen[site])
@@ -106,7 +106,7 @@ class Machines:
             edit(self.folder / site / "policy.yaml", r"records: \d+", "records: 1")
 
     def begin(self, *, sums: str | None = None) -> None:
-        """Start everything: sites make their keys, the server registers them, all are on-line.
+        """Start everything: sites create their keys, the server registers them, all go on-line.
 
         Args:
             sums: Terms of secure sums for every site's policy, without the roster.
@@ -114,7 +114,7 @@ class Machines:
         first = {part.machine: name for name, part in reversed(self.parts.items())}
         for site in self.sites:
             self.start(first[site])
-        for site in self.sites:  # the first start makes the key and ends
+        for site in self.sites:  # the first start creates the key and ends
             if code := self._running.pop(first[site]).wait():
                 raise RuntimeError(f"{site} ended with {code}: see {self.logs}")
         if sums is not None:
@@ -159,12 +159,12 @@ class Machines:
             )
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a part; if they end it is started again."""
+        """Send a signal to all processes of a part; if they end, the part is restarted."""
         os.killpg(self._running[name].pid, number)
 
     def end(self, names: Iterable[str]) -> None:
-        """End parts and what they have started as an engine does: gently, after 20 s by force."""
-        with self._lock:  # so that none of them is started again
+        """End parts and their processes like an engine: gently, after 20 s by force."""
+        with self._lock:  # so that none of them is restarted
             processes = [self._running.pop(name) for name in names if name in self._running]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in processes:
@@ -176,13 +176,13 @@ class Machines:
                     process.wait(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> list[str]:
-        """End everything; return the command lines of what is left, which should be none."""
+        """End everything; return the command lines of processes that are left, ideally none."""
         self._stopping.set()
         for process in self._others:
             process.kill()
             process.wait()
         self.end(list(self._running))
-        deadline = time.monotonic() + 30  # Flower's processes notice that what they served is gone
+        deadline = time.monotonic() + 30  # Flower's processes notice that others are gone
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.5)
         for process in left:
@@ -191,7 +191,7 @@ class Machines:
         return list(left.values())
 
     def read(self, name: str) -> str:
-        """Return what a part has printed since its newest start."""
+        """Return the output of a part since its newest start."""
         text = (self.logs / name).read_bytes()[self._read_from[name] :].decode(errors="replace")
         return re.sub(r"\x1b\[\d+m", "", text)
 
@@ -201,9 +201,9 @@ class Machines:
         until(site, lambda: any("SuperNode ID" in self.read(name) for name in names))
 
     def processes(self, kind: str = "", machine: str = "") -> dict[int, str]:
-        """Return ids, names and command lines of running processes of ours, or of one machine.
+        """Return ids, names and command lines of our running processes, or of one machine's.
 
-        They work in a folder of ours, or name one, or a port.
+        They work in one of our folders, or name such a folder or a port.
         """
         ports = [self.ports[machine]] if machine else self.ports.values()
         ours = [f"127.0.0.1:{port}" for port in ports] + ([] if machine else [str(self.base)])
@@ -214,7 +214,7 @@ class Machines:
         found = {}
         for line in listing.stdout.splitlines():
             process, state, command = line.split(maxsplit=2)
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 works_there = Path(f"/proc/{process}/cwd").readlink().is_relative_to(folder)
                 named = any(own in command for own in ours)
                 if kind in command and (works_there or named) and state[0] != "Z":
@@ -226,7 +226,7 @@ class Machines:
         return self.started(str(self.folder / "server" / "operate"), *command)
 
     def started(self, *command: str) -> subprocess.Popen[str]:
-        """Start a command whose output is read, and which is ended with everything else."""
+        """Start a command whose output is read; it is ended with everything else."""
         process = subprocess.Popen(
             command,
             cwd=self.base,
@@ -242,7 +242,7 @@ class Machines:
         """Run a command of the server's operator and return its output.
 
         Raises:
-            RuntimeError: It failed; the message is its output.
+            RuntimeError: The command failed; the message is its output.
         """
         process = self.launch(*command)
         output, _ = process.communicate()
@@ -251,7 +251,7 @@ class Machines:
         return output
 
     def _restart_what_fails(self) -> None:
-        """Start parts again that have ended with an error, each after a while."""
+        """Restart parts that have ended with an error, each after a while."""
         while not self._stopping.wait(RESTART_S):
             with self._lock:
                 for name, process in self._running.items():
@@ -260,7 +260,7 @@ class Machines:
 
 
 def edit(path: Path, pattern: str, text: str) -> None:
-    """Replace the one line of a file that matches, indentation kept."""
+    """Replace the only matching line of a file, keeping its indentation."""
     found, number = re.subn(f"^(\\s*){pattern}", rf"\g<1>{text}", path.read_text(), flags=re.M)
     if number != 1:
         raise ValueError(f"{path} has {number} lines like {pattern}")
@@ -268,7 +268,7 @@ def edit(path: Path, pattern: str, text: str) -> None:
 
 
 def until(what: str, found: Callable[[], T]) -> T:
-    """Return the first value of ``found`` that is true."""
+    """Return the first true value of ``found``."""
     deadline = time.monotonic() + PATIENCE_S
     while not (value := found()):
         if time.monotonic() > deadline:
@@ -278,13 +278,13 @@ def until(what: str, found: Callable[[], T]) -> T:
 
 
 def listens(port: int) -> bool:
-    """Return whether a server of this machine answers on a port."""
+    """Return True if a server on this machine answers on a port."""
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports of loopback on which nothing listens."""
+    """Return loopback ports on which nothing listens."""
     with ExitStack() as stack:
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
         for one in sockets:

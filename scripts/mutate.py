@@ -1,15 +1,15 @@
-"""Faults put into the package one at a time: how many of them do the tests notice?
+"""Put faults into the package one at a time, and count those that the tests notice.
 
     scripts/mutate.sh [--packages privacy clients ...] [--number 60] [--seed 1] [--file <lines>]
                       [--place <folder>] [--quick]
 
-The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
-handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
-coverage of the whole suite, measured first on all cores) run until one fails, the quickest first;
-with ``--quick`` (and a ``--file`` of its own) those of the quick tier alone, of which alone the
-coverage is then measured. Coverage that the ``--place`` has is not measured again. A line of JSON
-is written per fault, and what is in the file is not run again. Faults that nobody notices are
-printed in the end, but for those of ``equivalent_faults.json``, which says why nobody can.
+The faults are those of cosmic-ray, drawn at random, and one of our own: a keyword argument that is
+not passed on. Each is written into a copy of the checkout. There the tests that ran its line (by
+coverage of the whole suite, measured first on all cores) run until one fails, the quickest first.
+With ``--quick`` (and a separate ``--file``) only the tests of the quick tier are run and measured.
+Coverage that the ``--place`` has is not measured again. A line of JSON is written per fault, and
+faults in the file are not run again. Faults that no test notices are printed at the end, except
+those of ``equivalent_faults.json``, which says why no test can.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ OPERATORS = re.compile(
     r"Gt_GtE|GtE_Gt|Lt_Gt|Gt_Lt|In_NotIn|NotIn_In|Is_IsNot|IsNot_Is))"
 )
 DROPPED = "drop-keyword"
-QUICK = 6.0  # seconds of tests that run first, in a process of their own
-MOST = 120.0  # seconds of tests, for one fault
+QUICK = 6.0  # seconds of tests that run first, in a separate process
+MOST = 120.0  # seconds of tests for one fault
 EQUIVALENT = Path(__file__).with_name("equivalent_faults.json")  # and why: [{file, before, after}]
 PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
 NO_TESTS = 5  # pytest's exit code
-SLACK = 30.0  # seconds more, before a fault counts as one that hangs
+SLACK = 30.0  # further seconds before a fault counts as one that hangs
 ALL = ["-m", "not slow and not gpu and not network"]  # both tiers
 BEYOND = ["tests/sites", "tests/deploy/test_deployment.py", "tests/test_generated_settings.py"]
 
@@ -101,7 +101,7 @@ def with_fault(source: str, fault: Fault) -> str:
 
 
 def differs(source: str, changed: str) -> bool:
-    """Return whether a changed source is another program; cosmic-ray takes ``**`` for a power."""
+    """Return True if a changed source is another program; cosmic-ray takes ``**`` for a power."""
     try:
         return ast.dump(ast.parse(source)) != ast.dump(ast.parse(changed))
     except SyntaxError:
@@ -109,7 +109,7 @@ def differs(source: str, changed: str) -> bool:
 
 
 def measure(root: Path, place: Path, *, quick: bool) -> Path:
-    """Run the tests once; return the folder with what each ran, and for how long."""
+    """Run the tests once; return the folder with each test's lines and time."""
     place = place / ("quick" if quick else "all")
     place.mkdir(parents=True, exist_ok=True)
     if not (place / "durations.xml").is_file():
@@ -122,7 +122,7 @@ def measure(root: Path, place: Path, *, quick: bool) -> Path:
 
 
 def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
-    """Return for every file and line the tests that run it; no line for those run on import."""
+    """Return the tests that run each line of each file, without lines that are run on import."""
     data = CoverageData(str(place / "coverage"))
     data.read()
     found: dict[str, dict[int, set[str]]] = {}
@@ -144,13 +144,13 @@ def durations(place: Path) -> dict[str, float]:
 
 
 def name_in_report(test: str) -> str:
-    """Return the name that the report of a pass has for a test."""
+    """Return the name of a test in the report of a pass."""
     file, _, name = test.partition("::")
     return f"{file.removesuffix('.py').replace('/', '.')}::{name}"
 
 
 def chosen(tests: set[str], seconds: dict[str, float]) -> dict[str, float]:
-    """Return the quickest of the tests, the quickest first, and the seconds of each."""
+    """Return the quickest of the tests, the quickest first, with the seconds of each."""
     costs = {test: seconds.get(name_in_report(test)) for test in tests}
     known = sorted((cost, test) for test, cost in costs.items() if cost is not None)
     ordered = {test: cost for cost, test in known}
@@ -159,7 +159,7 @@ def chosen(tests: set[str], seconds: dict[str, float]) -> dict[str, float]:
 
 
 def up_to(most_s: float, tests: dict[str, float]) -> list[str]:
-    """Return the first of the tests that take so many seconds together."""
+    """Return the first tests that together take up to ``most_s`` seconds."""
     sums = accumulate(tests.values())
     return [name for name, total in zip(tests, sums, strict=True) if total <= most_s]
 
@@ -174,7 +174,7 @@ def noticed(root: Path, tests: dict[str, float]) -> str:
 
 
 def outcome(root: Path, names: list[str], limit_s: float) -> str:
-    """Return how the tests end in a copy of this process."""
+    """Return the outcome of the tests in a copy of this process."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
@@ -202,7 +202,7 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
 
 
 def main() -> None:
-    """Put faults in, one after the other, and print what nobody noticed."""
+    """Put in faults, one after the other, and print those that no test noticed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--packages", nargs="+", default=PACKAGES, choices=PACKAGES)
     parser.add_argument("--number", type=int, default=60, help="of faults, a package")
@@ -215,7 +215,7 @@ def main() -> None:
     root = place / "checkout"
     if not root.is_dir():
         subprocess.run(["git", "clone", "--quiet", Path(__file__).parents[1], root], check=True)
-    sys.dont_write_bytecode = True  # what is compiled once is of the whole sources, by their hash
+    sys.dont_write_bytecode = True  # compiled once from the unchanged sources, by their hash
     compile_dir(root, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["FEDNAS_CACHE"] = str(place / "cache")
@@ -241,7 +241,7 @@ def main() -> None:
             changed = with_fault(source, fault)
             if not differs(source, changed):
                 continue
-            if not tests:  # run on import, or never: all that run the file
+            if not tests:  # run on import, or never: take all tests that run the file
                 tests = set().union(*lines.get(fault.file, {}).values())
             key = (fault.file, fault.operator, fault.occurrence)
             if key not in known:

@@ -1,8 +1,8 @@
-"""A picture of a run's report as a browser shows it first, for the README: results/report.png.
+"""A picture of a run's report, as a browser first shows it, for the README: results/report.png.
 
     python scripts/picture_report.py <run folder>
 
-Needs the extra ``browser`` and a Chromium: playwright's own, or the one that FEDNAS_BROWSER names.
+The script needs the extra ``browser`` and a Chromium: playwright's own, or that in FEDNAS_BROWSER.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The card-fraud table as train.csv.gz and test.csv.gz, for experiment=feathers/fraud.
+"""Write the card-fraud table as train.csv.gz and test.csv.gz, for experiment=feathers/fraud.
 
     python scripts/prepare_fraud.py <creditcard.csv or .csv.gz> <folder>
 
-A public keyed hash of a row's features takes a fifth of the rows for the test part, which the
-server holds: the same rows in every run and for everybody.
+A public keyed hash of a row's features selects a fifth of the rows as the server's test part: the
+same rows in every run and for everybody.
 """
 
 from __future__ import annotations

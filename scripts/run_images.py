@@ -1,10 +1,10 @@
-"""A search on a server and three sites in the images of `scripts/build_images.sh`, by crun as root.
+"""Run a search on a server and three sites in images of `scripts/build_images.sh`, by crun as root.
 
-Every service of docker/compose.yaml is a container of its own with what the file says: image,
+Every service of docker/compose.yaml is a separate container with the settings in that file: image,
 command, volumes, user 49999, a read-only root, a tmpfs, no capabilities, no new privileges. Host
-names are 127.0.0.1, since all of them share this machine's network: its networks, and what else
-docker/README.md names, are not tried. Arguments are further overrides of `fednas run`;
-FEDNAS_TAG is the images' tag, FEDNAS_RESULTS a new folder for all that stays.
+names are 127.0.0.1, since all containers share this machine's network. The file's networks, and
+what else docker/README.md names, are not tried. Arguments are further overrides of `fednas run`;
+FEDNAS_TAG is the images' tag, FEDNAS_RESULTS a new folder for all results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCKER = Path(__file__).parents[1] / "docker"
 USER = 49999
 AS_USER = ("--cwd", "/fednas", "--user", f"{USER}:{USER}", "--no-new-privs")
 RUN = Path("/fednas/state/run")  # in the server's containers
-# crun refuses a machine that has both versions of cgroups, and is to use none.
+# crun refuses a machine with both versions of cgroups, and should use none.
 ONE_CGROUP = "umount -R -l /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup"
 CRUN = (
     *("unshare", "--mount", "sh", "-c"),
@@ -53,16 +53,16 @@ class Containers(Machines):
     """The machines' parts as containers.
 
     Args:
-        base: As of :class:`Machines`.
-        services: Of the compose file.
-        roots: The mounted files and the settings of each image.
-        **others: As of :class:`Machines`.
+        base: See :class:`Machines`.
+        services: Services of the compose file.
+        roots: Mounted files and settings of each image.
+        **others: See :class:`Machines`.
     """
 
     def __init__(
         self, base: Path, services: dict[str, Any], roots: dict[str, Any], **others: Any
     ) -> None:
-        """Make the folders, and a bundle for every service."""
+        """Create the folders, and a bundle for every service."""
         parts = {name: Part(machine_of(service)) for name, service in services.items()}
         super().__init__(base, parts=parts, **others)
         self.prefix = f"{base.name}-"
@@ -99,7 +99,7 @@ class Containers(Machines):
         return self.started(*CRUN, *inside)
 
     def stop(self) -> list[str]:
-        """End everything, and remove the containers; return what was left."""
+        """End everything and remove the containers; return the processes that were left."""
         left = super().stop()
         for name in self.parts:
             subprocess.run([*CRUN, "delete", "--force", self.prefix + name], capture_output=True)
@@ -107,7 +107,7 @@ class Containers(Machines):
 
 
 def machine_of(service: dict[str, Any]) -> str:
-    """Return the folder of ``deployment`` that a service has."""
+    """Return the folder of ``deployment`` that belongs to a service."""
     return Path(service["volumes"][0].split(":")[0]).name
 
 
@@ -117,10 +117,10 @@ def specification(
     """Return the OCI runtime's configuration of a service.
 
     Args:
-        service: Of the compose file.
-        root: Where the image's files are.
-        image: Its own settings.
-        volumes: What stands for the beginning of a volume's source.
+        service: Service of the compose file.
+        root: Folder of the image's files.
+        image: Settings of the image.
+        volumes: Replacements for the beginnings of volumes' sources.
     """
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["crun", "spec"], cwd=folder, check=True)
@@ -162,18 +162,18 @@ def specification(
 
 
 def local(value: str) -> str:
-    """Return a setting of a service with host names of the compose file as this machine."""
+    """Return a service's setting with host names of the compose file replaced by this machine."""
     return re.sub(r"^[a-z-]+$", "127.0.0.1", value)
 
 
 def buildah(*arguments: str) -> str:
-    """Run a command of buildah and return what it prints."""
+    """Run a command of buildah and return its output."""
     done = subprocess.run(["buildah", *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
 
 
 def main(overrides: list[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the search; return the exit code."""
     tag = os.environ.get("FEDNAS_TAG", "latest")
     results = os.environ.get("FEDNAS_RESULTS") or tempfile.mkdtemp(prefix="fednas-images-")
     base = Path(results).resolve()

@@ -1,9 +1,9 @@
-"""Writes conf/README.md: every setting with its default, its values and its meaning.
+"""Write conf/README.md: every setting with its default, its values and its meaning.
 
     python scripts/settings_page.py
 
-Meanings are those of the settings classes' docstrings, defaults those of ``conf/``. A test says
-whether the page is that of the code.
+Meanings come from the settings classes' docstrings, defaults from ``conf/``. A test checks that the
+page agrees with the code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.run_settings import Retrain
 from fednas_flwr.spaces import SEARCH_SPACES
 
-os.environ.pop("FEDNAS_CACHE", None)  # which would be the default of dataset.cache
+os.environ.pop("FEDNAS_CACHE", None)  # it would be shown as the default of dataset.cache
 CONF = Path(__file__).parents[1] / "conf"
 PAGE = CONF / "README.md"
 KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -85,32 +85,32 @@ def experiments() -> str:
 
 
 def names_of(group: str) -> list[str]:
-    """Return what a group may be chosen as."""
+    """Return the names of a group's choices."""
     return sorted(p.stem for p in (CONF / group).glob("*.yaml") if not p.stem.startswith("_"))
 
 
 @cache
 def composed(group: str, name: str) -> dict[str, Any]:
-    """Return the settings of a group with one of its choices; those of a run for no group."""
+    """Return the settings of a group with one of its choices; without a group, a run's."""
     tree = compose_tree([f"{group}={name}"] if group else [])
     return tree[group] if group else tree
 
 
 def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
-    """One class's settings as a table."""
+    """Return the settings of one class as a table."""
     tree = composed(prefix.rstrip("."), default)
     return table(title, leaves(kind, tree, prefix), [f"{prefix[:-1]}={name}" for name in names])
 
 
 def table(title: str, rows: Iterable[str], choices: Sequence[str]) -> str:
-    """Return a section with the rows of its settings, after the choices of its group."""
+    """Return a section: the choices of its group, then the rows of its settings."""
     chosen = f"\n`{'`, `'.join(choices)}`\n" if choices else ""
     head = "| setting | default | values | meaning |\n|---|---|---|---|"
     return f"## {title}\n{chosen}\n{head}\n" + "\n".join(rows) + "\n"
 
 
 def group_section(title: str, group: str, kinds: Mapping[str, type]) -> str:
-    """Return the settings of a group as a table; beside a setting, the choices that have it."""
+    """Return the settings of a group as a table; each with the choices that have it."""
     rows: list[str] = []
     holders: dict[str, list[str]] = {}
     for name, kind in kinds.items():
@@ -120,7 +120,7 @@ def group_section(title: str, group: str, kinds: Mapping[str, type]) -> str:
         new = {key for key, names in holders.items() if names[0] == name}
         only = {key: f"`{'`, `'.join(holders[key])}`: " for key in new}
         only |= {key: "" for key in new if len(holders[key]) == len(kinds)}
-        if len(kinds) == 2:  # of which one is none
+        if len(kinds) == 2:  # one of them is none
             only = dict.fromkeys(new, "")
         rows += leaves(kind, composed(group, name), f"{group}.", only)
     return table(title, rows, [f"{group}={name}" for name in names_of(group)])
@@ -129,13 +129,13 @@ def group_section(title: str, group: str, kinds: Mapping[str, type]) -> str:
 def leaves(
     kind: type, tree: Any, prefix: str, only: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield the row of every setting of a class; groups of a run have sections of their own.
+    """Yield the row of every setting of a class; groups of a run have their own sections.
 
     Args:
         kind: The class.
         tree: Its values in ``conf/``.
-        prefix: Begins the settings' names.
-        only: What to begin the meanings with, by field, of those that are wanted; null is all.
+        prefix: Prefix of the settings' names.
+        only: Beginnings of the meanings, by field, for the fields to include; None includes all.
     """
     hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
     for field in fields(kind):
@@ -157,19 +157,19 @@ def leaves(
 
 
 def _default(field: Field[Any]) -> Any:
-    """The default of a field of a mapping that is null in ``conf/``."""
+    """Return the default of a field of a mapping that is null in ``conf/``."""
     return None if field.default is MISSING else field.default
 
 
 def row(key: str, values: str, default: Any, meaning: str) -> str:
     """Return one row of a table."""
-    told = json.dumps(default, ensure_ascii=False).replace('"', "")  # as overrides spell it
+    told = json.dumps(default, ensure_ascii=False).replace('"', "")  # as in overrides
     cells = (f"`{key}`", f"`{told}`" if told else "", values, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def parts_of(hint: Any) -> list[Any]:
-    """Return the types of which a value is one, without their constraints."""
+    """Return the types that a value may have, without their constraints."""
     if get_origin(hint) is Annotated:
         return parts_of(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -178,7 +178,7 @@ def parts_of(hint: Any) -> list[Any]:
 
 
 def allowed(hint: Any) -> str:
-    """Return which values a setting may have."""
+    """Return a description of the values that a setting may have."""
     if get_origin(hint) in (Union, UnionType):
         said = [allowed(part) for part in get_args(hint) if part is not NoneType]
         return " or ".join(said) + (" or null" if NoneType in get_args(hint) else "")
@@ -200,7 +200,7 @@ def allowed(hint: Any) -> str:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """Return what the docstrings of a class and of its bases say of every field."""
+    """Return the description of every field in the docstrings of a class and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         block = re.search(r"Attributes:\n((?:    .*\n?|\n)*)", inspect.getdoc(base) or "")
@@ -210,7 +210,7 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def _markdown(text: str) -> str:
-    """Return a docstring's text on one line, its references as code."""
+    """Return a docstring's text on one line, with its references as code."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", " ".join(text.split()))
     return text.replace("``", "`")
 

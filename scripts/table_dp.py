@@ -1,21 +1,20 @@
-"""Tables: DP-FNAS on Fashion-MNIST, small form: clients, variance of the noise, and budget.
+"""Tables: DP-FNAS on Fashion-MNIST, small form, by clients, variance of the noise, and budget.
 
     python scripts/table_dp.py --root <folder with FashionMNIST> [--jobs 2] [--table dp_shared]
     python scripts/table_dp.py --root <cifar10.npz> --table dp_cifar10 --jobs 1
     python scripts/table_dp.py --plot
 
-DP-FNAS on scattering features with 1, 2, 4, 8 clients (paper's Table 1), beside a linear model on
-the same features with the same budget and the found network trained without privacy; then DP-FNAS
-and the linear model with 4 clients at noise variances .5 to 10 (Table 2); 3 seeds each.
-``dp_shared``: DP-FNAS whose search and retraining take one step per exchange, with noise of each
-client's own and with noise that secure sums of {least_sites, colluding} share. ``dp_budget``: by
-the budget of clients' filters, with 1 and 4 clients, DP-FNAS and the linear model, with 1 client
-also a given cell of 3x3 convolutions that is trained with the whole budget and CNN-Tanh on the
-images. ``dp_cifar10``: the
-linear model on CIFAR-10, x_train, y_train, x_test and y_test of a file, at PRV epsilon 3, with the
-CPU time of all, features included. Continues where it was stopped; every finished run is added to
-scripts/results/. ``--plot`` runs nothing and draws scripts/results/dp_budget.svg from
-dp_budget.json.
+DP-FNAS runs on scattering features with 1, 2, 4, 8 clients (paper's Table 1), beside a linear model
+on the same features with the same budget, and the found network trained without privacy. DP-FNAS
+and the linear model then run with 4 clients at noise variances .5 to 10 (Table 2); 3 seeds each.
+``dp_shared``: DP-FNAS whose search and retraining take one step per exchange, with separate noise
+for each client and with noise shared by secure sums of {least_sites, colluding}. ``dp_budget``:
+DP-FNAS and the linear model by the budget of clients' filters, with 1 and 4 clients; with 1 client
+also a given cell of 3x3 convolutions that is trained with the whole budget, and CNN-Tanh on the
+images. ``dp_cifar10``: the linear model on CIFAR-10 (x_train, y_train, x_test and y_test of a file)
+at PRV epsilon 3, with the CPU time of everything, including features. The script continues where it
+was stopped; every finished run is added to scripts/results/. ``--plot`` runs nothing and draws
+scripts/results/dp_budget.svg from dp_budget.json.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ WITHOUT_SEARCH = (
 )
 CIFAR10 = "dp_cifar10"
 PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
-MICRO_BATCHES = {1: 256, 8: 128}  # of all 60,000 images, by clients; for speed alone
-BUDGETS = (1, 3, 8)  # as each client's filter counts them
+MICRO_BATCHES = {1: 256, 8: 128}  # for all 60,000 images, by clients; only for speed
+BUDGETS = (1, 3, 8)  # as counted by each client's filter
 COMPARED = {
     "DP-FNAS": SEARCHED,
     "given 3x3 cell": WITHOUT_SEARCH,
@@ -88,7 +87,7 @@ TITLES = {
     CIFAR10: "CIFAR-10 on scattering features, all 50,000 images (JPEG) of one client",
     "dp_budget": "By budget: Fashion-MNIST, 8,000 images over K clients, 3 seeds",
 }
-SUMS = {  # who shares noise: terms of secure sums, numbers of clients
+SUMS = {  # sharing of noise: terms of secure sums, numbers of clients
     "local": ((), (4, 8)),
     "shared 3-1": (("secure_sum={least_sites: 3, colluding: 1}",), (4, 8)),
     "shared 7-1": (("secure_sum={least_sites: 7, colluding: 1}",), (8,)),
@@ -110,7 +109,7 @@ def jobs(seed: int) -> Iterator[tuple[str, Job]]:
             f"privacy.{part}.noise_multiplier={round(math.sqrt(variance), 4)}"
             for part in ("weights", "alphas", "retrain")
         )
-        # Given, not calibrated: a budget that no row reaches.
+        # Noise is given, not calibrated; no row reaches this budget.
         terms = ("clients=4", retrain, "privacy.epsilon=100000")
         for name, chosen in (("DP-FNAS", (*terms, weights, alphas)), ("linear", terms)):
             group = {"network": name, "variance": variance}
@@ -141,7 +140,7 @@ def jobs(seed: int) -> Iterator[tuple[str, Job]]:
 
 
 def removed(features: str) -> Metrics:
-    """Remove a finished run's features, which fill a disk; no metrics."""
+    """Remove a finished run's features, which would fill a disk; return no metrics."""
     shutil.rmtree(features, ignore_errors=True)
     return {}
 
@@ -177,7 +176,7 @@ def main() -> None:
         make_runs(results, asked, root=options.root, at_a_time=options.jobs, runs=f"{RUNS}{table}_")
 
 
-LINES = {  # of the picture, by network and clients: label, colour, dashes
+LINES = {  # lines of the picture, by network and clients: label, colour, dashes
     ("DP-FNAS", 1): ("searched, on fixed features, 1 client", "#0072b2", "-"),
     ("linear", 1): ("linear, on fixed features, 1 client", "#009e73", "-"),
     ("linear", 4): ("linear, 4 clients", "#009e73", "--"),

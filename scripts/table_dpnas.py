@@ -1,17 +1,17 @@
-"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN, DPNAS' search.
+"""Tables: networks under DP-SGD on Fashion-MNIST, activations of a CNN, and DPNAS' search.
 
     python scripts/table_dpnas.py --root <folder with FashionMNIST> [--table networks] [--jobs 2]
 
-networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3: here that is the PRV
-epsilon of the steps that are committed to, and clients' budgets are what their filters need for it.
-networks_full: the same, and the published cell at its full size, as long as the paper's, 40 epochs
-in batches of 2,048, for a GPU; the rate was chosen from two on 10,000 held-out training images, for
-CNN-Tanh alone.
-activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
-plain search, by the controller and at random with the same budget of candidates, and with DARTS'
-ops (Figure 3a), as long and with the controller's constants as experiment=dpnas/fashion_mnist has
-them; what they find is trained privately at epsilon 3 with fewer steps. Small form,
-3 seeds. Continues where it was stopped; every finished run is added to scripts/results/.
+networks: CNN-Tanh and the published cell, from scratch at epsilon 1, 2 and 3. Here this is the PRV
+epsilon of the committed steps, and clients' budgets are those that their filters need for it.
+networks_full: the same, and the published cell at its full size, trained as long as in the paper,
+40 epochs in batches of 2,048, for a GPU; the rate was chosen from two on 10,000 held-out training
+images, for CNN-Tanh alone. activations: those of the CNN, at epsilon 3, as in the paper's Table 4.
+search: DP-aware and plain search, by the controller and at random with the same budget of
+candidates, and with DARTS' ops (Figure 3a), with the length and the controller's constants of
+experiment=dpnas/fashion_mnist; the found networks are trained privately at epsilon 3 with fewer
+steps. Small form, 3 seeds. The script continues where it was stopped; every finished run is added
+to scripts/results/.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 RUNS = "runs/table_dpnas/"
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
-RECORDS = 60_000  # of Fashion-MNIST's train part, all of one client
+RECORDS = 60_000  # of Fashion-MNIST's train part, all at one client
 TRAINING = ["experiment=dpnas/train_fashion_mnist"]  # 400 steps of 256 images
 FORTY_EPOCHS = ["retrain.rounds=59", "retrain.batch_size=2048", "privacy.micro_batch_size=512"]
 CNN_TANH = ["genotype=null", "algorithm.network=cnn_tanh"]
-FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare what searches have found
+FEW_STEPS = ["retrain.rounds=3"]  # 60, to compare the networks that searches have found
 SEARCH = ["experiment=dpnas/fashion_mnist", "stages=[search]"]
 SEARCH_ROUNDS = compose_tree(SEARCH)["rounds"]
 NETWORKS = {"cnn_tanh": CNN_TANH, "small": [], "full": ["search_space=dp_cells"]}
@@ -49,7 +49,7 @@ PAPER = {  # its Table 1 (%), by epsilon
     "full": {1.0: 82.1, 2.0: 86.2, 3.0: 88.1},
 }
 ACTIVATIONS = ("relu", "relu6", "elu", "selu", "tanh", "hardtanh", "leaky_relu")
-SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # of candidates, for speed
+SIZES = ["search_space.widths=[8,8,16]", "search_space.head=32"]  # sizes of candidates, for speed
 DARTS_OPS = "DP-aware, DARTS' ops"
 AWARE = {
     "DP-aware": [],
@@ -64,7 +64,7 @@ SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
 OF_PAPER = {"metric": "paper", "title": "paper's (%)", "decimals": 1}
 REWARD = {"metric": "sampled_accuracy", "title": "sampled cells, last 5 rounds (%)", **PERCENT}
 
-TABLES = {  # title, and what rows are compared with
+TABLES = {  # title, and the row for comparison
     "networks": (
         "DP-SGD from scratch on Fashion-MNIST, small form",
         ["central_accuracy", "epsilon", SECONDS],
@@ -89,7 +89,7 @@ TABLES = {  # title, and what rows are compared with
 
 
 def main() -> None:
-    """Run what is missing of one of the tables."""
+    """Run the missing runs of one of the tables."""
     parser = arguments(__doc__)
     parser.add_argument("--table", choices=TABLES, default="networks")
     options = parser.parse_args()
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def networks(seed: int, names: Iterable[str], *, as_paper: bool = False) -> Iterator[Job]:
-    """Yield private trainings of given networks, short or as long as the paper's."""
+    """Yield private trainings of given networks, short or as long as in the paper."""
     for network, epsilon in itertools.product(names, EPSILONS):
         training = [*TRAINING, *NETWORKS[network], *(FORTY_EPOCHS if as_paper else [])]
         steps, batch = schedule(training)[:2]
@@ -119,7 +119,7 @@ def networks(seed: int, names: Iterable[str], *, as_paper: bool = False) -> Iter
 
 
 def of_paper(network: str, epsilon: float, run: Run) -> Metrics:
-    """Return the paper's number of a row."""
+    """Return the paper's number for a row."""
     return {"paper": PAPER[network][epsilon]}
 
 
@@ -132,7 +132,7 @@ def activations(seed: int) -> Iterator[Job]:
 
 
 def searches(seed: int) -> Iterator[Job]:
-    """Yield private trainings of what searches without a claim have found."""
+    """Yield private trainings of networks found by searches without a claim of privacy."""
     for aware, sampler in SEARCHES:
         short = "darts_ops" if aware == DARTS_OPS else aware.lower()
         name = f"{short}_{sampler}_{SEARCH_ROUNDS}_rounds_s{seed}"
@@ -160,7 +160,7 @@ def schedule(training: list[str]) -> tuple[int, int, DifferentialPrivacy]:
 
 
 def noise(training: list[str], epsilon: float = 3.0) -> list[str]:
-    """Return the noise that keeps a PRV epsilon, and the budget that a client's filter needs."""
+    """Return the noise for a PRV epsilon, and the budget that a client's filter needs."""
     steps, batch, privacy = schedule(training)
     least = calibrate_noise(
         target_epsilon=epsilon,
@@ -170,7 +170,7 @@ def noise(training: list[str], epsilon: float = 3.0) -> list[str]:
         accountant=prv_epsilon,
     )
     sigma = math.ceil(1e4 * least) / 1e4
-    again = steps + privacy.retrain.local_steps  # a round that is interrupted is released twice
+    again = steps + privacy.retrain.local_steps  # an interrupted round is released twice
     budget = filter_epsilon([Release(sigma, batch / RECORDS, again)], privacy.delta)
     return [
         f"privacy.retrain.noise_multiplier={sigma:g}",

@@ -2,13 +2,14 @@
 
     python scripts/table_fdnas.py --root <folder> [--jobs 2] [--size full]
 
-10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
-client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
-network is. CFDNAS also with an epsilon per client for all that it does, on images and on scattering
-features with a linear classifier beside the blocks. Other sizes make FDNAS' and MobileNetV2's rows
-alone: ``full`` with all 60,000 images and twice the width, ``cifar`` with all images of CIFAR-10,
-whose npz file is the root, and the paper's 19 blocks at half their width, one seed, for a GPU.
-Continues where it was stopped; every finished run is added to scripts/results/.
+There are 10 clients whose groups of 3, 3 and 4 hold different classes, and 3 seeds. The baselines
+search on one client alone or on all records in one place; all clients train the result, as they do
+FDNAS' network. CFDNAS also runs with an epsilon per client for everything, on images and on
+scattering features with a linear classifier beside the blocks. Other sizes give only the rows of
+FDNAS and MobileNetV2: ``full`` with all 60,000 images and twice the width, ``cifar`` with all
+images of CIFAR-10, whose npz file is the root, and the paper's 19 blocks at half their width, one
+seed, for a GPU. The script continues where it was stopped; every finished run is added to
+scripts/results/.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
 BUDGET = 8  # of each client's filter
 PRIVATE = ["privacy=dp", f"privacy.epsilon={BUDGET}", "evaluation.personalised=false"]
-ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
+ON_FEATURES = [  # with smaller networks: 0.35 to 0.44 M multiply-adds
     *("dataset.scattering={scales: 2, angles: 8}", "search_space.skip=linear"),
     *(
         f"algorithm.group_hardware.{name}.target={target:g}"
@@ -54,11 +55,11 @@ SIZES: dict[str, tuple[str, list[str], int, tuple[int, ...]]] = {  # data, block
     "full": ("Fashion-MNIST, all images", FULL, 6, SEEDS),
     "cifar": ("CIFAR-10 (JPEG), all images", CIFAR, 19, SEEDS[:1]),
 }
-OF_SEARCH = ("rounds=", "algorithm.batch_size=")  # without effect on what does not search
+OF_SEARCH = ("rounds=", "algorithm.batch_size=")  # without effect on runs that do not search
 TRAINED = ["stages=[retrain,evaluate]"]
 MOBILENET = "MobileNetV2's blocks, FedAvg"
 NAIVE = ["algorithm.inherit=false"]
-NAIVE_ROUNDS = (4, 12)  # of each group's search from scratch; CFDNAS' groups have 4
+NAIVE_ROUNDS = (4, 12)  # rounds of each group's search from scratch; CFDNAS' groups have 4
 ACCURACIES = [
     {"metric": "central_accuracy", "title": "federated averaged accuracy (%)", **PERCENT},
     {"metric": "personalised_accuracy", "title": "mean local accuracy (%)", **PERCENT},
@@ -119,7 +120,7 @@ def federated(seed: int, sizes: list[str], blocks: int) -> Iterator[Job]:
 
 
 def searched_elsewhere(seed: int) -> Iterator[Job]:
-    """Yield the runs that train what one client alone, or all records in one place, have found."""
+    """Yield the runs that train networks found by one client, or on all records in one place."""
     first_client = RUNS / f"first_client_s{seed}.json"
     division = RUNS / f"fdnas_s{seed}" / "partition.json"
     if division.exists():  # without it the search is refused
@@ -136,7 +137,7 @@ def searched_elsewhere(seed: int) -> Iterator[Job]:
 
 
 def search_seconds(run: Run, of: Run) -> Metrics:
-    """Return how long the search has taken whose network was trained."""
+    """Return the duration of the search whose network was trained."""
     return {"search_seconds": of.numbers()["search_seconds"]}
 
 
@@ -157,12 +158,13 @@ def by_groups(seed: int) -> Iterator[Job]:
 
 
 def group_numbers(run: Run) -> Metrics:
-    """Return the mean over all groups' clients, each group's multiply-adds, and search seconds.
+    """Return means over all groups' clients, each group's multiply-adds, and search seconds.
 
-    Accuracies are on each client's own test part, before and after local training, and of drawn
-    paths on train records in the last round of the groups' searches. Private clients tell none: the
-    first is then that on the server's test records of their classes. Two more are the groups' means
-    on all of the server's test records, of the network and of its linear part alone.
+    Accuracies are those on each client's own test part, before and after local training, and those
+    of drawn paths on train records in the last round of the groups' searches. Private clients
+    report none; the first one is then computed on the server's test records of their classes. Two
+    more are the groups' means on all of the server's test records, for the network and for its
+    linear part alone.
     """
     parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
     runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
@@ -195,7 +197,7 @@ def group_numbers(run: Run) -> Metrics:
 
 
 def accuracy_among(classes: Sequence[int], confusion: Sequence[Sequence[int]]) -> float:
-    """Return the share of records of these classes that were predicted right."""
+    """Return the share of records of these classes that were predicted correctly."""
     right = sum(confusion[own][own] for own in classes)
     return right / sum(sum(confusion[own]) for own in classes)
 

@@ -2,10 +2,11 @@
 
     python scripts/table_feathers.py --root <folder with FashionMNIST> [--jobs 2]
 
-5 and 10 clients with 2,000 images and batches of 32, iid and label-skewed, 3 seeds. FedEx retrains
-the architecture that DARTS has found with the same clients, division and seed, as in the paper's
-Table 2. The rows "FEATHERS, averaged", by a setting that is gone, are of commit 0ae3c38c. Continues
-where it was stopped; every finished run is added to scripts/results/feathers.json.
+The runs have 5 and 10 clients with 2,000 images and batches of 32, iid and label-skewed, and 3
+seeds. FedEx retrains the architecture that DARTS has found with the same clients, division and
+seed, as in the paper's Table 2. The rows "FEATHERS, averaged" are from commit 0ae3c38c; their
+setting no longer exists. The script continues where it was stopped; every finished run is added to
+scripts/results/feathers.json.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from table_runs import Job, arguments, make_runs, start
 from fednas_flwr.runs.numbers import Run
 
 CLIENTS = (5, 10)
-PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
+PARTITIONS = {  # skewed: classes 0-2, 3-5 and 6-9 at different clients
     "iid": ["partition=iid"],
     "label-skewed": ["partition=label_groups"],
 }
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def jobs(seed: int, clients: int, partition: str) -> Iterator[Job]:
-    """Yield the runs of the algorithms in one setting: the others need that of DARTS."""
+    """Yield the runs of the algorithms in one setting; the others need that of DARTS."""
     place = f"{clients}_{partition}_s{seed}"
     genotype = f"genotype=runs/table_feathers/darts_{place}/genotype.json"
     darts = None

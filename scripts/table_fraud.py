@@ -2,10 +2,11 @@
 
     python scripts/table_fraud.py --root <folder of scripts/prepare_fraud.py> [--jobs 2]
 
-Epsilon is read in two ways. ``per mechanism``, as the paper counts: weights in the search, alphas,
-rewards and retraining each keep it alone, and what they compose to is larger. ``composed``: it
-bounds the whole run, search to exported model. 5 seeds, ordered by seed. Continues where it was
-stopped; every finished run is added to scripts/results/fraud.json.
+Epsilon is read in two ways. ``per mechanism`` is the paper's way: weights in the search, alphas,
+rewards and retraining each keep within it separately, and their composition is larger.
+``composed``: it bounds the whole run, from search to exported model. There are 5 seeds, and runs
+are ordered by seed. The script continues where it was stopped; every finished run is added to
+scripts/results/fraud.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NO_LIMIT = 1000  # an epsilon of the whole run that no sum of four mechanisms re
 
 
 def job(reading: str, epsilon: float | None, clients: int, seed: int) -> Job:
-    """Return one run; ``epsilon`` None is without privacy."""
+    """Return one run; ``epsilon`` None means without privacy."""
     settings = [f"experiment=feathers/fraud{'' if epsilon is None else '_private'}"]
     settings.append(f"clients={clients}")
     if reading == "composed":
@@ -33,7 +34,7 @@ def job(reading: str, epsilon: float | None, clients: int, seed: int) -> Job:
 
 
 def main() -> None:
-    """Run what is missing: without privacy first, then by reading and falling epsilon."""
+    """Run what is missing: first without privacy, then by reading and falling epsilon."""
     options = arguments(__doc__).parse_args()
     results = start(
         "fraud",

@@ -1,21 +1,21 @@
-"""Table: the papers' rows on all images of Fashion-MNIST or CIFAR-10, of 25 M multiply-adds.
+"""Table: the papers' rows on all images of Fashion-MNIST or CIFAR-10, at 25 M multiply-adds.
 
     python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS] [--cifar FILE]
 
 All rows retrain a network with the fewest channels (a multiple of 2) that give it 25 M
-multiply-adds, for 20 rounds of one epoch of all images; only FedEx and FEATHERS tune as they
-retrain, which is what they are. Rows of FEATHERS' table are of NAS-Bench-201's cell, one per stage,
-those of DP-FNAS' of DARTS' cells, three of them, where not named otherwise; searches have the same
-depth. Clients with other classes exchange gradients, of networks with group norm, as in the
-recommended retraining. Batches of 32 and the learning rate were chosen on 10,000 held-out training
-images, after ten rounds on 20,000 others; DARTS' cells, whose steps take twice as long, have
-batches of 64. DP-FNAS' search is private, by a budget of 3.5, and as in the paper the delivered
-model is not. In NAS-Bench-201's space a search takes about 20 minutes of a quiet core and a
+multiply-adds, for 20 rounds of one epoch of all images. Only FedEx and FEATHERS tune while they
+retrain, as this is part of the algorithm. Unless named otherwise, rows of FEATHERS' table use
+NAS-Bench-201's cell, one per stage, and those of DP-FNAS' table use three of DARTS' cells; searches
+have the same depth. Clients with different classes exchange gradients of networks with group norm,
+as in the recommended retraining. Batches of 32 and the learning rate were chosen on 10,000 held-out
+training images, after ten rounds on 20,000 others; DARTS' cells, whose steps take twice as long,
+have batches of 64. DP-FNAS' search is private, with a budget of 3.5; as in the paper, the delivered
+model is not. In NAS-Bench-201's space a search takes about 20 minutes on an idle core and a
 retraining 35, or 50 without bfloat16; rows in DARTS' space, which take hours there, are for a GPU.
 
-Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
-says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are
-not spent again after each change. Results go to scripts/results/papers.json.
+Runs are made in the order of the list, one core each, and continue where they were stopped;
+``--for`` limits the time. Runs of any commit count, and each is stored with its commit, so that
+core-hours are not spent again after each change. Results go to scripts/results/papers.json.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
 NASBENCH = ("search_space=nasbench201_small", "search_space.channels=4")
 DARTS_CELLS = (
     *("search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3"),
-    "retrain.num_cells=3",  # of which a search tells the costs
+    "retrain.num_cells=3",  # a search reports the costs of this network
 )
-SIZES = {"nasbench201": (1, 32), "darts": (3, 64)}  # cells of what is retrained, and batches
+SIZES = {"nasbench201": (1, 32), "darts": (3, 64)}  # number of retrained cells, and batch sizes
 TRAINING = ("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1")
 GIVEN = ("algorithm=fedavg", "retrain=recommended")
 FEDAVG = (*GIVEN, "retrain.weights.lr=0.1", "retrain.unaugmented=0.3")
-FEDSGD = (*GIVEN, "retrain.exchange=gradients", "retrain.norm=group")  # of unlike clients
+FEDSGD = (*GIVEN, "retrain.exchange=gradients", "retrain.norm=group")  # for unlike clients
 SHIFTED = (*FEDAVG, "dataset.crop_padding=4", "dataset.flip=true")  # of files, which have none
 TWO, IN_201 = "two classes each", "FNAS, NAS-Bench-201's cell"
 DIVISIONS = {"iid": "iid", "Dirichlet .5": "dirichlet", TWO: "label_groups"}
@@ -75,18 +75,18 @@ RECOMMENDED = ("experiment=search/recommended",)
 
 @dataclass(frozen=True)
 class Row:
-    """One row: a search, and the retraining of what it has found.
+    """One row: a search, and the retraining of its result.
 
     Attributes:
-        paper: Whose table it is of.
-        name: Its algorithm.
-        clients: How many share the images.
+        paper: The paper whose table has the row.
+        name: Name of the algorithm.
+        clients: Number of clients that share the images.
         search: Settings of the search.
-        number: What the paper has on its own data (%); None where it has no such row.
+        number: The paper's number on its own data (%); None if it has no such row.
         training: Settings of the retraining.
         partition: One of ``DIVISIONS``.
-        data: Of which images.
-        space: In which the search is.
+        data: The images.
+        space: Space of the search.
     """
 
     paper: str
@@ -100,7 +100,7 @@ class Row:
     space: tuple[str, ...] = NASBENCH
 
     def settings(self, *, of: tuple[str, ...]) -> list[str]:
-        """Overrides of a run: those ``of`` a stage, and data and their division."""
+        """Overrides of a run: those ``of`` a stage, and those of the data and their division."""
         files = "fashion_mnist" if self.data == FASHION else "npz"
         data = (f"dataset={files}", "dataset.limit_train=null", "dataset.limit_test=null")
         division = (f"partition={DIVISIONS[self.partition]}", f"clients={self.clients}")
@@ -108,9 +108,9 @@ class Row:
 
 
 def feathers(partition: str, clients: int, numbers: tuple[float, float, float]) -> list[Row]:
-    """Rows of FEATHERS' Table 2: of DARTS (f), FedEx and FEATHERS, of which it has the numbers.
+    """Rows of FEATHERS' Table 2: DARTS (f), FedEx and FEATHERS, for which it has numbers.
 
-    It does not say how skewed its labels are.
+    The table does not say how skewed its labels are.
     """
     tuned, trained = ("algorithm.num_configurations=12",), FEDAVG if partition == "iid" else FEDSGD
     searches = {
@@ -151,7 +151,7 @@ ROWS = [
 
 
 def main() -> None:
-    """Make what is missing, until the time is over."""
+    """Make the missing runs until the time is over."""
     parser = arguments(__doc__)
     parser.add_argument("--for", dest="time", default="1000h", help="stop after 150min, 2h, ...")
     parser.add_argument("--only", default="", help="rows of one paper: FEATHERS, DP-FNAS")
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def make(row: Row, seed: int, results: Path, *, root: Path, end: float) -> None:
-    """Make one row's runs, unless they are there or the time is over."""
+    """Make one row's runs, unless they exist or the time is over."""
     group = {name: getattr(row, name) for name in ("data", "paper", "clients", "partition")}
     group["algorithm"] = row.name
     known = json.loads(results.read_text(encoding="utf-8"))["runs"]
@@ -210,14 +210,14 @@ def make(row: Row, seed: int, results: Path, *, root: Path, end: float) -> None:
 
 
 def folder(name: str, row: Row, seed: int) -> Path:
-    """Of a run of that name on a row's division of the images."""
+    """Return the folder of a run with this name on a row's division of the images."""
     place = row.partition if row.data == FASHION else f"cifar10 {row.partition}"
     words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {place}")
     return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
 
 
 def channels(genotype: Path, shape: tuple[int, int, int]) -> int:
-    """The fewest channels, a multiple of 2, with which found cells have 25 M multiply-adds."""
+    """Return the fewest channels, a multiple of 2, that give found cells 25 M multiply-adds."""
     cell, width, cost = load_genotype(genotype), 0, 0
     name = cell.space
     while cost < LEAST_MULTIPLY_ADDS:

@@ -1,11 +1,12 @@
-"""Table: what it costs to protect a person in place of a record, on card fraud.
+"""Table: cost of protecting a person instead of a record, on card fraud.
 
     python scripts/table_person.py --root <folder of scripts/prepare_fraud.py> [--jobs 2]
 
-The table says nothing of who paid, so its rows are given to synthetic cards, each of one class, of
-1 to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows: as many
-cards as rows are drawn for a step, but there is a fourth of them. 3 seeds, ordered by seed.
-Continues where it was stopped; every finished run is added to scripts/results/person.json.
+The data do not say who paid, so rows are assigned to synthetic cards, each of one class and with 1
+to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows. A step
+draws as many cards as rows, but there are a fourth as many cards. There are 3 seeds, and runs are
+ordered by seed. The script continues where it was stopped; every finished run is added to
+scripts/results/person.json.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def add_cards(source: Path, target: Path) -> None:
-    """Write a table with a column that gives rows of one class to cards, before the label."""
+    """Write a table with a column, before the label, that assigns rows of one class to cards."""
     table = pd.read_csv(source, dtype=str)
     label = table.columns[-1]
     rng = np.random.default_rng(derive_seed(0, "cards", source.name))

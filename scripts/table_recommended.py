@@ -1,21 +1,21 @@
-"""Tables: what the recommended command delivers, beside the simplest alternatives.
+"""Tables: the network that the recommended command delivers, beside the simplest alternatives.
 
     python scripts/table_recommended.py --data <folder> [--jobs 2] [--only heart digits]
 
-Nobody tuned on the seeds, which are listed here; each has a split of its own into clients' records
-and the server's test set. What is chosen is chosen by validation records. ``<folder>`` has the data
-of the README's table in the forms in which they are published: ``heart_disease/``, ``fraud/``,
-``breastmnist/``, ``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``; digits, diabetes and tables with
-interactions and of patients are made here. Continues where it was stopped; every finished run is
-added to scripts/results/recommended.json, or, of a number to predict, regression.json, or, of a
-table with privacy, private_tables.json.
+The seeds listed here were not used for tuning; each has its own split into clients' records and the
+server's test set. All choices are made by validation records. ``<folder>`` has the data of the
+README's table in their published forms: ``heart_disease/``, ``fraud/``, ``breastmnist/``,
+``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``. Digits, diabetes, and tables with interactions and of
+patients are made here. The script continues where it was stopped; every finished run is added to
+scripts/results/recommended.json or, for a number to predict, regression.json or, for a table with
+privacy, private_tables.json.
 
-Columns are test scores by each row's own metric: of the delivered network; of the found one, the
-mean random one, the data-free choice and ResNet-8, which all had the same rounds; of the linear
-model; of logistic regression and boosted trees on pooled records of a table, and of a random forest
-on those of ``breast``, whose seeds are five folds of all images. Of numbers they are R2, also of
-ridge regression on pooled records, and the delivered network's RMSE. Tables with privacy share the
-noise in secure sums; each stands beside the run of its seed without privacy.
+Columns are test scores by each row's own metric: those of the delivered network; of the found one,
+the random ones on average, the data-free choice and ResNet-8, which all had the same rounds; of the
+linear model; of logistic regression and boosted trees on pooled records of a table; and of a random
+forest on those of ``breast``, whose seeds are five folds of all images. For numbers they are R2,
+also that of ridge regression on pooled records, and the delivered network's RMSE. Tables with
+privacy share the noise in secure sums; each is compared with the run of its seed without privacy.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 class Row(NamedTuple):
-    """One run: what it is asked for by, the name of its data, its table, and how it is made."""
+    """One run: its overrides, the name of its data, its table, and how it is made."""
 
     asked: str
     name: str
@@ -120,11 +120,11 @@ class Row(NamedTuple):
 
 
 def make_row(row: Row, *, data: Path) -> None:
-    """Make one run, unless it is there, and the data that it needs."""
+    """Make one run, unless it exists, and the data that it needs."""
     group, overrides, seed, place, _, more = row.job
     write, _, (kind, *_), _ = ROWS[row.name]
     file = f"{row.name}_{seed}{SUFFIX.get(kind, '.npz')}"
-    root = (RUNS / "data" / file.replace(",", "")).resolve()  # a comma would ask for a sweep
+    root = (RUNS / "data" / file.replace(",", "")).resolve()  # a comma would start a sweep
     if not root.exists():
         write(data, root, seed)
     folder = RUNS / f"{row.name}_{place}_{seed}".replace(" ", "_").replace(",", "")
@@ -133,7 +133,7 @@ def make_row(row: Row, *, data: Path) -> None:
 
 
 def plain_rows() -> Iterator[Row]:
-    """Yield the rows of the recommended command, and those of numbers."""
+    """Yield the rows of the recommended command, and those with a number to predict."""
     for name, (_, partitions, overrides, seeds) in ROWS.items():
         is_number = partitions is BUDGETS.get(name)
         table, more = ("regression", scores_of_numbers) if is_number else ("recommended", scores)
@@ -147,7 +147,7 @@ def plain_rows() -> Iterator[Row]:
 
 
 def private_rows() -> Iterator[Row]:
-    """Yield the rows of tables with privacy, which stand beside those without."""
+    """Yield the rows of tables with privacy, which are compared with those without."""
     for network, name, seed in product(NETWORKS, RANGES, SEEDS):
         _, partitions, overrides, _ = ROWS[name]
         ((partition, divided),) = partitions.items()
@@ -161,12 +161,12 @@ def private_rows() -> Iterator[Row]:
 
 
 def without_search(overrides: Sequence[str]) -> list[str]:
-    """Overrides but for the search space."""
+    """Return the overrides without the search space."""
     return [text for text in overrides if text != MLP]
 
 
 def scores(run: Run) -> dict[str, float | None]:
-    """Test scores of a run's leaderboard, by the columns' names."""
+    """Return the test scores of a run's leaderboard, by the columns' names."""
     known, choice, metric = candidates(run.folder), chosen(run.folder), run.score.name
     short = {one.name: one.short.scores("central").get(metric) for one in known}
     long = {one.name: one.row()["test"] for one in known}
@@ -182,7 +182,7 @@ def scores(run: Run) -> dict[str, float | None]:
         "forest": forest,
         "found": short.get("found"),
         "random": fmean(random) if random else None,
-        "data-free": short.get("data_free", short.get("found")),  # where they are the same
+        "data-free": short.get("data_free", short.get("found")),  # if they are the same
         "ResNet-8": short.get(resnet),
         "linear": long.get("linear"),
         "pooled": run.scores("linear").get(metric),
@@ -193,7 +193,7 @@ def scores(run: Run) -> dict[str, float | None]:
 
 
 def forest_auroc(run: Run) -> float:
-    """The test AUROC of a random forest on the pixels of all clients' records."""
+    """Return the test AUROC of a random forest on the pixels of all clients' records."""
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.metrics import roc_auc_score
 
@@ -206,7 +206,7 @@ def forest_auroc(run: Run) -> float:
 
 
 def scores_beside(group: dict[str, str], seed: int, run: Run) -> dict[str, float | None]:
-    """The AUROC of the row and seed without privacy, and how far a private one is from it."""
+    """Return the AUROC of the row and seed without privacy, and a private run's difference."""
     rows = json.loads((RESULTS / "recommended.json").read_text())["runs"]
     (plain,) = (row for row in rows if (row["group"], row["seed"]) == (group, seed))
     without = plain["metrics"]["central_auroc"]
@@ -214,7 +214,7 @@ def scores_beside(group: dict[str, str], seed: int, run: Run) -> dict[str, float
 
 
 def scores_of_numbers(run: Run) -> dict[str, float | None]:
-    """Test scores of a run that predicts a number, by the columns' names."""
+    """Return the test scores of a run that predicts a number, by the columns' names."""
     searched = "search" in run.config["stages"]
     rows = {row["network"]: row["test"] for row in compared(run) if searched}
     return {
@@ -228,7 +228,7 @@ def scores_of_numbers(run: Run) -> dict[str, float | None]:
 
 
 def write_heart(data: Path, root: Path, seed: int) -> None:
-    """Write the four hospitals' tables as they are, with an id that the split follows."""
+    """Write the four hospitals' tables unchanged, with an id that the split follows."""
     for file in sorted((data / "heart_disease").glob("processed.*.data")):
         table = pd.read_csv(file, header=None, names=HEART, dtype=str)
         _write_table(root / f"{file.name.split('.')[1]}.csv", table, seed)
@@ -237,14 +237,14 @@ def write_heart(data: Path, root: Path, seed: int) -> None:
 
 
 def write_fraud(data: Path, root: Path, seed: int) -> None:
-    """Write 6,000 transactions, drawn by the seed."""
+    """Write 6,000 transactions, drawn with the seed."""
     (file,) = (data / "fraud").glob("*.csv.gz")
     table = pd.read_csv(file).sample(6000, random_state=seed)
     _write_table(root, table.rename(columns={table.columns[-1]: "label"}), seed)
 
 
 def write_interactions(data: Path, root: Path, seed: int) -> None:
-    """Write a made table of 3,000 records, whose label follows from products of columns."""
+    """Write a made-up table of 3,000 records, whose label follows from products of columns."""
     drawn = np.random.default_rng(seed)
     x, site = drawn.normal(size=(3000, 12)), drawn.integers(0, 6, 3000)
     odds = 1.5 * x[:, 0] * x[:, 1] + np.where(x[:, 2] > 0, x[:, 3], -x[:, 3]) + 0.8 * x[:, 4]
@@ -255,7 +255,7 @@ def write_interactions(data: Path, root: Path, seed: int) -> None:
 
 
 def write_patients(data: Path, root: Path, seed: int) -> None:
-    """Write 1,500 made patients of 6 hospitals, of whom about 12 % die."""
+    """Write 1,500 made-up patients of 6 hospitals, of whom about 12 % die."""
     drawn = np.random.default_rng(seed)
     age, crp = drawn.normal(64, 14, 1500).clip(18, 99).round(), drawn.lognormal(2.5, 1, 1500)
     lactate, pressure = drawn.lognormal(0.3, 0.5, 1500), drawn.normal(125, 22, 1500)
@@ -269,14 +269,14 @@ def write_patients(data: Path, root: Path, seed: int) -> None:
 
 
 def write_diabetes(data: Path, root: Path, seed: int) -> None:
-    """Write scikit-learn's 442 patients, whose disease progresses by a number."""
+    """Write scikit-learn's 442 patients, with a number for the progression of their disease."""
     from sklearn.datasets import load_diabetes
 
     _write_table(root, load_diabetes(as_frame=True, scaled=False).frame, seed)
 
 
 def write_stays(data: Path, root: Path, seed: int) -> None:
-    """Write 1,200 made stays in four hospitals, in days, with an interaction of two columns."""
+    """Write 1,200 made-up stays in four hospitals, in days, with an interaction of two columns."""
     drawn = np.random.default_rng(seed)
     age, crp = drawn.integers(20, 95, 1200), drawn.exponential(12, 1200).round(1)
     ward, site = drawn.choice(["surgery", "icu", "eye"], 1200), drawn.integers(0, 4, 1200)
@@ -288,7 +288,7 @@ def write_stays(data: Path, root: Path, seed: int) -> None:
 
 
 def write_breast(data: Path, root: Path, seed: int) -> None:
-    """Write all 780 images, of which one of five folds is the test, by the seed."""
+    """Write all 780 images; the seed decides which of five folds is the test set."""
     from sklearn.model_selection import StratifiedKFold
 
     with np.load(data / "breastmnist" / "breastmnist.npz") as file:
@@ -299,13 +299,13 @@ def write_breast(data: Path, root: Path, seed: int) -> None:
 
 
 def write_official_breast(data: Path, root: Path, seed: int) -> None:
-    """Write the images as they are published: 156 for the test, whatever the seed."""
+    """Write the images in their published split: 156 for the test, whatever the seed."""
     with np.load(data / "breastmnist" / "breastmnist.npz") as file:
         _save(root, **file)
 
 
 def write_digits(data: Path, root: Path, seed: int) -> None:
-    """Write scikit-learn's digits, a fifth of them for the test, drawn by the seed."""
+    """Write scikit-learn's digits; a fifth, drawn with the seed, is the test set."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -316,7 +316,7 @@ def write_digits(data: Path, root: Path, seed: int) -> None:
 
 
 def write_fashion(data: Path, root: Path, seed: int, *, number: int) -> None:
-    """Write some of Fashion-MNIST's training images, drawn by the seed, and its test set."""
+    """Write some of Fashion-MNIST's training images, drawn with the seed, and its test set."""
     arrays = []
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         content = gzip.decompress((data / f"FashionMNIST/raw/{name}-ubyte.gz").read_bytes())
@@ -327,7 +327,7 @@ def write_fashion(data: Path, root: Path, seed: int, *, number: int) -> None:
 
 
 def write_cifar10(data: Path, root: Path, seed: int, *, number: int) -> None:
-    """Write some of CIFAR-10's training images (JPEG), drawn by the seed, and its test set."""
+    """Write some of CIFAR-10's training images (JPEG), drawn with the seed, and its test set."""
     arrays = read_cifar10(data / "cifar10_jpeg60k.npz.xz").values()
     _write_subset(root, *arrays, seed=seed, number=number)
 
@@ -391,7 +391,7 @@ OF_STAYS = (
     *(*SITES, "dataset.target_range=[0,25]", "dataset.ranges={age:[18,100],crp:[0,60]}"),
 )
 ITS_LINEAR = "algorithm.network=linear"
-BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # of a number to predict, in place of partitions
+BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # for numbers: budgets in place of partitions
     "diabetes": {
         "none": ("clients=4",),
         "epsilon 8": OF_DIABETES,
@@ -403,7 +403,7 @@ BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # of a number to predict, in
         "epsilon 8, linear": (*OF_STAYS, ITS_LINEAR),
     },
 }
-RANGES = {  # as one would state them without having seen the records
+RANGES = {  # as stated without having seen the records
     "patients": "age:[18,100],crp:[0,200],lactate:[0,10],pressure:[50,220]",
     "heart": "age:[18,100],sex:[0,1],cp:[1,4],trestbps:[60,220],chol:[0,600],fbs:[0,1],"
     "restecg:[0,2],thalach:[50,220],exang:[0,1],oldpeak:[-3,7],slope:[1,3],ca:[0,3],thal:[3,7]",

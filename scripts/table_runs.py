@@ -1,4 +1,4 @@
-"""What the table scripts share: their arguments and columns, and making runs that are missing."""
+"""Shared code of the table scripts: arguments, columns, and making of missing runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 PERCENT = {"scale": 100, "decimals": 1}
 MILLIONS = {"scale": 1e-6, "decimals": 2}
-KNOWN = {  # columns by metric: title and how numbers are shown
+KNOWN = {  # columns by metric: title and format of numbers
     "central_accuracy": {"title": "test accuracy (%)", **PERCENT},
     "client_accuracy": {"title": "mean client accuracy (%)", **PERCENT},
     "central_auroc": {"title": "test AUROC", "decimals": 3},
@@ -65,7 +65,7 @@ def arguments_of_cells(description: str) -> argparse.ArgumentParser:
 def start(
     name: str, *, columns: Iterable[str | Mapping[str, Any]], command: str = "", **head: Any
 ) -> Path:
-    """Return the file of a table's results, made or with a new head; see ``start_results``.
+    """Return the file of a table's results, created or with a new head; see ``start_results``.
 
     Columns of well-known metrics are given by name. The command is
     ``python scripts/table_<name>.py --root <folder>`` if none is given.
@@ -81,7 +81,7 @@ def start(
 
 
 def nothing(run: Run, of: Run | None = None) -> Metrics:
-    """Return no metrics beside a run's own."""
+    """Return no metrics besides a run's own."""
     return {}
 
 
@@ -89,12 +89,12 @@ class Job(NamedTuple):
     """One run of a table: the first columns of its row, its settings and its seed.
 
     Attributes:
-        group: The columns; empty for a run that has no row.
-        overrides: Settings, without seed and folders.
+        group: The columns; empty for a run without a row.
+        overrides: Settings without seed and folders.
         seed: The run's seed.
-        own_name: Of the run folder, where it does not follow from group and seed.
-        of: The run that has found the network which this one trains; made before it.
-        more: Returns further metrics of the finished run; of it and, by name, of the run ``of``.
+        own_name: Name of the run folder, if it does not follow from group and seed.
+        of: The run that has found the network that this one trains; it is made first.
+        more: Returns further metrics of the finished run, given it and, by name, the run ``of``.
     """
 
     group: Mapping[str, Any]
@@ -106,13 +106,13 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the run folder."""
         words = (re.sub(r"[ ,]+", "-", str(value)) for value in self.group.values())
         return self.own_name or "_".join([*words, f"s{self.seed}"])
 
 
 def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) -> None:
-    """Make all jobs, ``at_a_time`` of them side by side; raise the first error after the last."""
+    """Make all jobs, ``at_a_time`` side by side; raise the first error after the last job."""
     with ThreadPoolExecutor(at_a_time) as pool:
         list(pool.map(make, jobs))
 
@@ -160,10 +160,10 @@ def is_made(
     seed: int,
     group: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Return whether a table holds the run of this seed and these settings or overrides.
+    """Return True if a table holds the run with this seed and these settings or overrides.
 
-    A run of a commit whose package or conf/ are not those of this checkout does not count: it is
-    made again, so that all numbers of a finished table are of the same code.
+    A run from a commit whose package or conf/ differ from this checkout does not count. It is made
+    again, so that all numbers of a finished table come from the same code.
     """
     known = settings if isinstance(settings, Mapping) else {"overrides": list(settings)}
     run = find_result(results, known, seed, group)
@@ -172,9 +172,9 @@ def is_made(
 
 @cache
 def is_current(commit: str) -> bool:
-    """Return whether package and conf/ of a commit are those of this checkout, but for pages.
+    """Return True if package and conf/ of a commit equal those of this checkout, except pages.
 
-    ``-dirty`` is left out of account: a table's own file makes the tree so.
+    ``-dirty`` is ignored, as a table's own file makes the tree dirty.
     """
     of_commit = commit.removesuffix("-dirty")
     command = ["git", "-C", str(Path(__file__).parents[1]), "diff", "--quiet", of_commit]
@@ -194,19 +194,19 @@ def measure(
     any_commit: bool = False,
     more: Callable[[Run], Metrics] = nothing,
 ) -> None:
-    """Make one run, or go on with it, and add it to a table's results.
+    """Make or continue one run, and add it to a table's results.
 
-    The metric ``cpu`` is of this run alone where one is made at a time.
+    The metric ``cpu`` covers only this run if one run is made at a time.
 
     Args:
-        results: The table's file; nothing is run when it has this run, see :func:`is_made`.
+        results: The table's file; nothing is run if it has this run, see :func:`is_made`.
         folder: The run folder.
         overrides: Settings of the run, without seed and folders.
         group: The first columns of the run's row.
         seed: The run's seed.
-        root: Folder of the data; None where it needs none.
-        end: When the run is stopped, to go on another time, by ``time.monotonic``.
-        any_commit: Whether a finished run of another commit counts, too; else it is made anew.
+        root: Folder of the data; None if none is needed.
+        end: Time, by ``time.monotonic``, at which the run is stopped, to continue later.
+        any_commit: True if a finished run of another commit counts, too; else it is made anew.
         more: Returns further metrics of the finished run.
     """
     if is_made(results, overrides, seed, group):
@@ -248,10 +248,10 @@ def make_run(
     end: float = math.inf,
     any_commit: bool = False,
 ) -> Run | None:
-    """Return a run, made or gone on with unless it is complete.
+    """Return a run, which is made or continued unless it is complete.
 
-    None if the time is over, or after telling why it failed. Arguments are those of
-    :func:`measure`. What another thread makes is waited for.
+    The result is None if the time is over or, after printing the reason, if the run failed.
+    Arguments are those of :func:`measure`. If another thread is making the run, this one waits.
     """
     with _making[str(folder)]:
         if is_complete(folder):
@@ -275,7 +275,7 @@ def make_run(
                 stderr=subprocess.STDOUT,
                 text=True,
                 timeout=None if left == math.inf else left,
-                env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
+                env={**os.environ, ALONE: "1"},  # the CPU time of a run's workers is not visible
             )
         except subprocess.TimeoutExpired:
             print(f"{folder}: stopped, to go on another time", flush=True)
@@ -309,7 +309,7 @@ def _commit_of(run: Run) -> str | None:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of all processes that this one has waited for."""
+    """Return the CPU time of all processes for which this one has waited."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

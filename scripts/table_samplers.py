@@ -1,13 +1,14 @@
-"""Table: what DPNAS' controller learns from rewards of a known table, by its constants.
+"""Table: learning of DPNAS' controller from rewards of a known table, by its constants.
 
     python scripts/table_samplers.py --table <file> --column <names>
 
-Nothing is trained: a NAS-Bench-201 cell's reward is its accuracy in the table's first column, with
-noise as large as cells differ, as rewards by shared weights have. In every round a sampler proposes
-six cells and is told theirs; the columns have the mean percentile of cells that it would then
-propose, by all of the table's accuracies. Rewards differ once as the accuracies do, once by a fifth
-of that. Continues where it was stopped; every finished search is added to
-scripts/results/samplers.json. About a minute of CPU, which is what its seconds are.
+No network is trained: a NAS-Bench-201 cell's reward is its accuracy in the table's first column,
+plus noise as large as the differences between cells, as in rewards from shared weights. In every
+round a sampler proposes six cells and receives their rewards. The columns have the mean percentile,
+by all of the table's accuracies, of the cells that it would then propose. Rewards differ either as
+much as the accuracies or by a fifth of that. The script continues where it was stopped; every
+finished search is added to scripts/results/samplers.json. It takes about a minute; its seconds are
+CPU time.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 REWARDED = 6  # candidates per round, as in experiment=dpnas/fashion_mnist
 SEEDS = range(1, 11)
-ROUNDS = (30, 60, 100)  # after which cells are looked up
-PROPOSED = 200  # cells that are looked up
-SPREADS = (1.0, 0.2)  # of rewards, in that of the table's accuracies
+ROUNDS = (30, 60, 100)  # numbers of rounds after which cells are looked up
+PROPOSED = 200  # number of cells that are looked up
+SPREADS = (1.0, 0.2)  # spreads of rewards, in units of that of the table's accuracies
 CHOICES = (len(NASBench201Space.ops),) * 6
 FASTER = ControllerSettings(
     lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=False
@@ -46,7 +47,7 @@ CONTROLLERS = {
 
 
 def main() -> None:
-    """Search what is missing."""
+    """Make the missing searches."""
     options = arguments_of_cells(__doc__).parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
@@ -87,13 +88,13 @@ def make_sampler(name: str, seed: int) -> Sampler:
 
 
 def search(table: CellTable, name: str, spread: float, *, seed: int) -> dict[str, float]:
-    """Return the mean percentiles of the cells proposed after so many rounds.
+    """Return the mean percentiles of the cells proposed after each number of rounds.
 
     Args:
-        table: What tells the rewards.
-        name: The sampler's, which proposes and learns.
-        spread: What cells' differences, and the noise, are multiplied by.
-        seed: Of the draws and the noise.
+        table: The table with the rewards.
+        name: Name of the sampler, which proposes and learns.
+        spread: Factor of the cells' differences and of the noise.
+        seed: Seed of the draws and the noise.
     """
     sampler = make_sampler(name, seed)
     generator, reward = make_generator(seed, "table_samplers"), rewarding(table, spread)
@@ -108,7 +109,7 @@ def search(table: CellTable, name: str, spread: float, *, seed: int) -> dict[str
 
 
 def rewarding(table: CellTable, spread: float) -> Callable[[Candidate, torch.Generator], float]:
-    """Return what rewards a candidate, around the mean accuracy of all cells."""
+    """Return the function that rewards a candidate, around the mean accuracy of all cells."""
     first = [values[0] for values in table.accuracies.values()]
     unit = 100.0 if max(first) > 1 else 1.0  # rewards are from 0 to 1
     mean, deviation = fmean(first), pstdev(first)

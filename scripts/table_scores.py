@@ -3,11 +3,11 @@
     python scripts/table_scores.py --table <file> --column <names>
 
 Random cells are scored in the networks of the small preset (8 channels, one cell per stage), and
-each score and combination of scores is compared with what the table says of them. 3 seeds.
-Continues where it was stopped; scores are kept in runs/table_scores, what follows from them is
-added to scripts/results/scores.json. Its seconds are those of the comparison; the scores of a cell
-take about half a second of CPU. ``learning``, which takes seconds, is left out. The rows "zen",
-"naswot" and those of records, by scores that are gone, are of commit 0ae3c38c.
+each score and combination of scores is compared with the cells' accuracies in the table. There are
+3 seeds. The script continues where it was stopped; scores are kept in runs/table_scores, and
+results are added to scripts/results/scores.json. Its seconds are those of the comparison; the
+scores of a cell take about half a second of CPU. ``learning``, which takes seconds, is omitted. The
+rows "zen", "naswot" and those of records are from commit 0ae3c38c; their scores no longer exist.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fednas_flwr.spaces.space import CELL
 
 RUNS = Path("runs/table_scores")
 CHANNELS, NUM_CELLS = 8, 1  # of the first stage, per stage
-CELLS, DRAWS = 500, 250  # cells that are scored, of which a search draws some
+CELLS, DRAWS = 500, 250  # number of scored cells, and of those that a search draws
 SEEDS = (1, 2, 3)
 REPEATS = 1000  # searches among the scored cells
 BEST = 0.8  # quantile of the percentiles above which the second correlation is taken
-QUICK = tuple(name for name in SCORES if name != "learning")  # which costs seconds
+QUICK = tuple(name for name in SCORES if name != "learning")  # ``learning`` costs seconds
 COMBINATIONS = {
     **{name: (name,) for name in QUICK},
     "AZ-NAS": AZ_NAS,
@@ -49,7 +49,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Score what is missing, then compare."""
+    """Compute the missing scores, then compare."""
     options = arguments_of_cells(__doc__).parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
@@ -75,9 +75,9 @@ def main() -> None:
 
 
 def score_cells(seed: int) -> dict[str, dict[str, float]]:
-    """Return the scores of different random cells by their notation, from a file as far as known.
+    """Return the scores of distinct random cells by notation; known ones are read from a file.
 
-    The seed is that of the draw, the initialisation and the inputs.
+    The seed determines the draw, the initialisation and the inputs.
     """
     space = NASBench201Space(
         input_shape=(3, 32, 32), num_classes=10, channels=CHANNELS, num_cells=NUM_CELLS
@@ -106,9 +106,9 @@ def compare(
 
     Args:
         scored: The scores of each cell, by its notation.
-        scores: Those to rank by.
+        scores: Names of the scores for the ranking.
         table: The accuracies.
-        seed: Of the draws of those cells that a search ranks.
+        seed: Seed of the draws of the cells that a search ranks.
     """
     cells = [read_cell(text) for text in scored]
     values = [{name: row[name] for name in scores} for row in scored.values()]

@@ -1,10 +1,11 @@
-"""Table: what searches find against random search on Fashion-MNIST, small form.
+"""Table: results of searches against random search on Fashion-MNIST, small form.
 
     python scripts/table_search.py --root <folder with FashionMNIST> [--jobs 2]
 
-5 clients (vanilla_nas: one with all images), iid and Dirichlet(.5), equal retraining; 3 seeds, 5 of
-the recommended search, the data-free one and random search that takes as long. Continues where it
-was stopped; every finished run is added to scripts/results/search.json.
+There are 5 clients (vanilla_nas: one with all images), iid and Dirichlet(.5), with equal retraining
+and 3 seeds; the recommended search, the data-free one and random search that takes as long have 5
+seeds. The script continues where it was stopped; every finished run is added to
+scripts/results/search.json.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEARCHES = {
 }
 PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
-MORE_SEEDS = (4, 5)  # of the recommended search and what it is compared with
+MORE_SEEDS = (4, 5)  # for the recommended search and those compared with it
 COMPARED = ("recommended", "data_free", "random_search, as long")
 
 

@@ -1,15 +1,15 @@
-"""Table: what searches find on 8,000 CIFAR-10 images, by a published table of all cells.
+"""Table: results of searches on 8,000 CIFAR-10 images, by a published table of all cells.
 
     python scripts/table_search_quality.py --root <cifar10.npz> --table <file> --column <names>
 
-The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). The search that we recommend, as deep
-as the table's networks, also with 2 of the clients asked, and the data-free ones, by AZ-NAS on
-small networks and the one that we recommend where no record may be read, stand beside federated
-DARTS, with and without the regulariser of beta-DARTS. Found cells are looked up, not retrained.
-5 seeds of the recommended and data-free searches and of federated DARTS, 3 of the others. The rows
-"prior" and "GDAS", by settings that are gone, are of commits 598eb934 and 0ae3c38c. The file of
-images holds x_train, y_train, x_test and y_test. Continues where it was stopped; every finished run
-is added to scripts/results/search_quality.json.
+The space is NAS-Bench-201, 4 clients, iid and Dirichlet(.5). Federated DARTS, with and without the
+regulariser of beta-DARTS, is compared with the recommended search, as deep as the table's networks
+and also with 2 of the clients asked, and with data-free searches: AZ-NAS on small networks, and the
+one that we recommend if no record may be read. Found cells are looked up, not retrained. The
+recommended and data-free searches and federated DARTS have 5 seeds, the others 3. The rows "prior"
+and "GDAS" are from commits 598eb934 and 0ae3c38c; their settings no longer exist. The file of
+images holds x_train, y_train, x_test and y_test. The script continues where it was stopped; every
+finished run is added to scripts/results/search_quality.json.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DATA = (
     *("dataset=npz", "dataset.limit_train=8000"),
     *("clients=4", "search_space=nasbench201_small", "stages=[search]", "trackers=[]"),
 )
-IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # where clients train
+IMAGES = ("dataset.crop_padding=4", "dataset.flip=true")  # if clients train
 ZERO_COST = ("algorithm=zero_cost", "algorithm.draws=250", "rounds=1")
 DATA_FREE = ("experiment=search/data_free",)
 DARTS = ("algorithm=fed_darts", "rounds=8", *IMAGES)
 DEEP = ("search_space.channels=4", "search_space.num_cells=5")  # as deep as the table's networks
 RECOMMENDED = ("experiment=search/recommended", *DEEP, *IMAGES)
-ROWS = [  # search, partition, settings; without a partition where no record is read
+ROWS = [  # search, partition, settings; no partition if no record is read
     ("zero_cost", "none", ZERO_COST),
     ("data_free", "none", DATA_FREE),
     ("recommended", "iid", RECOMMENDED),
@@ -43,13 +43,13 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
 ]
-# Of fewer seeds.
+# Rows with fewer seeds.
 MORE_ROWS = [("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0"))]
 SEEDS, FEWER_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
 
 
 def main() -> None:
-    """Run what is missing, one run after the other."""
+    """Make the missing runs, one after the other."""
     parser = arguments_of_cells(__doc__)
     parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args()
@@ -80,7 +80,7 @@ def job(search: str, partition: str, settings: tuple[str, ...], seed: int) -> Jo
 
 
 def found(table: CellTable, run: Run) -> dict[str, float]:
-    """Return how good the found cell is, and the traffic of the search."""
+    """Return the quality of the found cell, and the traffic of the search."""
     megabytes = sum(run.traffic("search")) / 1e6
     return {"percentile": table.percentiles[found_cell(run)], "megabytes": megabytes}
 

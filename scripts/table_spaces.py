@@ -2,10 +2,10 @@
 
     python scripts/table_spaces.py --root <folder with FashionMNIST> [--jobs 2]
 
-DARTS' cell and MBConv blocks on Fashion-MNIST, 2,000 images, 5 clients, 5 seeds, equal retraining.
-Beside every found network stand random ones of its space, one whose multiply-adds are within 5 % of
-its own and the first that is drawn, and the best of 250 by AZ-NAS. Continues where it was stopped;
-every finished run is added to scripts/results/spaces.json.
+The spaces are DARTS' cell and MBConv blocks, on Fashion-MNIST with 2,000 images, 5 clients, 5 seeds
+and equal retraining. Every found network is compared with two random ones of its space, one with
+multiply-adds within 5 % of its own and the first one drawn, and with the best of 250 by AZ-NAS. The
+script continues where it was stopped; every finished run is added to scripts/results/spaces.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import Genotype, to_json
 
 RUNS = Path("runs/table_spaces")
-SPACES = {  # settings of search and retraining, settings of search alone
+SPACES = {  # settings of search and retraining, settings of the search alone
     "DARTS": (("retrain.channels=8", "retrain.num_cells=3"), ("search_space=darts_small",)),
     "MBConv": (
         ("search_space=mbconv_small", "retrain.channels=null", "retrain.num_cells=null"),
@@ -41,7 +41,7 @@ SCORED = (
     f"algorithm.scores=[{','.join(AZ_NAS)}]",
 )
 GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]")
-LIKE = 0.05  # multiply-adds, as a share of those of the found network
+LIKE = 0.05  # tolerance of multiply-adds, as a share of the found network's
 DRAWS = 2000
 
 
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def job(network: str, setting: tuple[str, int, str], *own: str) -> Job:
-    """Return one run of the table, in a setting of partition, seed and space."""
+    """Return one run of the table, for a partition, seed and space."""
     partition, seed, space = setting
     overrides = [*own, *SPACES[space][0], *DATA, f"partition={partition}"]
     group = {"space": space, "partition": partition, "network": network}
@@ -104,7 +104,7 @@ def draw_any(seed: int, space: str, root: Path) -> Genotype:
 
 
 def draw_like(found: Path, seed: int) -> Genotype:
-    """Return the first random network whose multiply-adds are like those of a run's."""
+    """Return the first random network whose multiply-adds are close to a found network's."""
     description = load_description(found)
     space, genotype = described_space(description)
     generator = make_generator(seed, "random network of like cost")

@@ -1,9 +1,10 @@
-"""Table: what the quickstart loses and saves where messages travel as fewer bits.
+"""Table: loss and savings of the quickstart if messages travel in fewer bits.
 
     python scripts/table_wire.py
 
-Federated DARTS on scikit-learn's digits with all settings of `fednas run` but `runtime.wire`, 3
-seeds. Continues where it was stopped; every finished run is added to scripts/results/wire.json.
+Federated DARTS runs on scikit-learn's digits with all settings of `fednas run` except
+`runtime.wire`, with 3 seeds. The script continues where it was stopped; every finished run is added
+to scripts/results/wire.json.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def traffic(run: Run) -> dict[str, float]:
-    """Return the megabytes both ways in the search, where all runs have one supernet."""
+    """Return the megabytes of the search in both directions; all runs have the same supernet."""
     sent, received = run.traffic("search")
     return {"search_sent_mb": sent / 1e6, "search_replies_mb": received / 1e6}
 

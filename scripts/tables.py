@@ -1,6 +1,6 @@
-"""The tables of the pages, rendered from the files that hold every single run.
+"""Render the tables of the pages from the files that hold every single run.
 
-``scripts/results/<name>.json`` is written by a script while it measures and is committed:
+A script writes ``scripts/results/<name>.json`` while it measures; the file is committed:
 
     {"title": "Federated DARTS and FNAS against random search",
      "command": "scripts/table_fashion_mnist.sh",
@@ -13,12 +13,12 @@
                "seconds": 312.5, "metrics": {"central_accuracy": 0.912, ...}}, ...]}
 
 ``group`` gives the first columns of the rendered table; runs with an equal group are one row, in
-the order of first appearance. ``scale`` (1) and ``decimals`` (three significant digits) may be left
-out; a metric that a run did not reach is null. Where ``against`` is set, a column shows how far the
-first metric of each row is from that of the row whose group differs from it in that one field
-alone: the mean difference of runs with the same seed, and its 95 % interval by Student's t.
+the order of first appearance. ``scale`` (1) and ``decimals`` (three significant digits) are
+optional; a metric that a run did not reach is null. If ``against`` is set, a column compares the
+first metric of each row with that of the row whose group differs from it only in that field: the
+mean difference of runs with the same seed, and its 95 % interval by Student's t.
 
-In a page a table stands between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
+In a page a table is between ``<!-- table:NAME -->`` and ``<!-- /table:NAME -->``:
 
     python scripts/tables.py scripts/results/README.md scripts/results [--check]
 """
@@ -50,14 +50,14 @@ def start_results(
     columns: Sequence[Mapping[str, Any]],
     against: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a result file without runs, or give an existing one a new head and keep its runs.
+    """Create a result file without runs, or give an existing one a new head and keep its runs.
 
     Args:
         path: The file, ``scripts/results/<name>.json``.
         title: The table's title.
         command: The command that measures all of it again.
-        columns: The metrics to show, as the module's text describes them.
-        against: One field of the groups, and its value in the rows that others are compared with.
+        columns: The metrics to show, as described in the module's docstring.
+        against: One field of the groups, and its value in the rows with which others are compared.
     """
     head: dict[str, Any] = {"title": title, "command": command, "columns": list(columns)}
     if against is not None:
@@ -70,21 +70,21 @@ def start_results(
 def find_result(
     path: Path, settings: Mapping[str, Any], seed: int, group: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the file's run with these settings and this seed, None where there is none.
+    """Return the file's run with these settings and this seed; None if there is none.
 
-    Runs on other data may have the same settings: where ``group`` is given, it is of that row.
+    Runs on other data may have the same settings; if ``group`` is given, the run is of that row.
     """
     return _find(_read(path)["runs"], settings, seed, group) if path.exists() else None
 
 
 def append_result(path: Path, run: Mapping[str, Any]) -> None:
-    """Add one run to a file that `start_results` made; safe when several scripts add at once.
+    """Add one run to a file that `start_results` made; several scripts may add at the same time.
 
-    It replaces the run of the same row and seed that an earlier commit or other settings gave.
+    It replaces the run of the same row and seed from an earlier commit or other settings.
 
     Raises:
-        ValueError: The run's fields are not those of the format, it lacks a metric of the columns,
-            or a run with its settings, seed and commit is there already.
+        ValueError: The run's fields differ from the format, it lacks a metric of the columns, or a
+            run with its settings, seed and commit already exists.
     """
     if set(run) != RUN_FIELDS:
         raise ValueError(f"a run has the fields {sorted(RUN_FIELDS)}, got {sorted(run)}")
@@ -107,14 +107,14 @@ def append_result(path: Path, run: Mapping[str, Any]) -> None:
 
 
 def render_tables(readme: str, results_dir: Path) -> str:
-    """Return a page's text with every table between its marks rendered anew.
+    """Return a page's text with every table between marks rendered anew.
 
     Args:
-        readme: The text as it is.
+        readme: The present text.
         results_dir: The folder with one JSON file per table.
 
     Raises:
-        ValueError: A mark has no partner, or there is no file of its name.
+        ValueError: A mark has no partner, or there is no file with its name.
     """
     parts, end = [], 0
     marks = list(MARKER.finditer(readme))
@@ -132,7 +132,7 @@ def render_tables(readme: str, results_dir: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Render the tables of a file in place, or with ``--check`` only say whether they differ."""
+    """Render the tables of a file in place; with ``--check`` only report if they differ."""
     parser = argparse.ArgumentParser(description="Render a page's tables from result files.")
     parser.add_argument("readme", type=Path)
     parser.add_argument("results", type=Path)
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(document: Mapping[str, Any]) -> str:
-    """Return title, Markdown table and where the numbers come from."""
+    """Return title, Markdown table and the source of the numbers."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for run in document["runs"]:
         rows.setdefault(json.dumps(run["group"], sort_keys=True), []).append(run)

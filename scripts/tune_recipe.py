@@ -1,16 +1,16 @@
-"""Tables: what the rules of private training were chosen by, on held-out images.
+"""Tables by which the rules of private training were chosen, on held-out images.
 
     python scripts/tune_recipe.py --root <folder with FashionMNIST> [--variants]
 
-A linear model on scattering features by DP-SGD, its noise calibrated to a budget, for several
-numbers of records, clients and steps, rates and walks (``privacy.retrain.noise_walk``). With
-``--variants`` instead for three ways to bound a record's gradient: clipping; automatic clipping,
-which normalises every gradient (Bu et al. 2023, arXiv 2206.07136); and clipping of the mean
-gradient of four flipped and shifted copies (augmentation multiplicity, De et al. 2022, arXiv
-2204.13650); and for the mean of the weights after the last four of eight rounds in place of the
-last. All images are of Fashion-MNIST's train part, without the 8,000 of the tables
-(``dataset.limit_train=8000``): the accuracy is that on 4,000 which are not trained on, the mean
-over draws of images and noise. Prints a line per setting.
+A linear model on scattering features is trained by DP-SGD, with noise calibrated to a budget, for
+several numbers of records, clients and steps, rates and walks (``privacy.retrain.noise_walk``).
+With ``--variants`` it is trained instead with three ways to bound a record's gradient: clipping;
+automatic clipping, which normalises every gradient (Bu et al. 2023, arXiv 2206.07136); and clipping
+of the mean gradient of four flipped and shifted copies (augmentation multiplicity, De et al. 2022,
+arXiv 2204.13650); and with the mean of the weights after the last four of eight rounds instead of
+the last. All images are from Fashion-MNIST's train part, without the 8,000 of the tables
+(``dataset.limit_train=8000``). The accuracy is that on 4,000 images that are not trained on, the
+mean over draws of images and noise. The script prints a line per setting.
 
 Tensor suffixes: N records, A copies of each, F features with the bias's 1, K classes.
 """
@@ -49,23 +49,23 @@ SETTINGS = [  # budget, records, clients
     *((3.0, 8000, 4), (1.0, 8000, 1), (1.0, 1400, 3)),
 ]
 LENGTHS = [(1 / 8, 50), (1 / 8, 100), (1 / 8, 200), (1 / 4, 100), (1 / 16, 200)]  # rate, steps
-RULE = (1 / 8, 200)  # rate and steps that were chosen
+RULE = (1 / 8, 200)  # the chosen rate and steps
 VARIED = [  # the same, for the ways to bound a gradient
     *((8.0, 8000, 1), (1.0, 8000, 1), (3.0, 8000, 1)),
     *((8.0, 1400, 1), (1.0, 1400, 1)),
 ]
-COPIES, MOST_SHIFT = 4, 2  # of a record; pixels
-ROUND = 25  # steps, as privacy.retrain.local_steps
-STABILITY = 0.01  # what automatic clipping adds to a norm, as Bu et al. do
+COPIES, MOST_SHIFT = 4, 2  # copies of a record; pixels
+ROUND = 25  # steps, like privacy.retrain.local_steps
+STABILITY = 0.01  # added to a norm by automatic clipping, as in Bu et al.
 
 
 class Variant(NamedTuple):
-    """A way to bound what a record adds to a sum of gradients.
+    """A way to bound a record's contribution to a sum of gradients.
 
     Attributes:
-        name: What is printed.
-        factor: What a gradient is multiplied with, by its norm; at most ``NORM`` over the norm.
-        copies: If true, it is the mean of those of flipped and shifted copies.
+        name: Name to print.
+        factor: Factor of a gradient, given its norm; at most ``NORM`` over the norm.
+        copies: If true, a gradient is the mean over flipped and shifted copies.
         averaged: Number of last rounds whose weights are averaged.
     """
 
@@ -76,7 +76,7 @@ class Variant(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A training: budget, records, clients, the rate at which they are drawn, steps, variant."""
+    """A training: budget, records, clients, rate at which records are drawn, steps, variant."""
 
     epsilon: float
     records: int
@@ -87,7 +87,7 @@ class Setting(NamedTuple):
 
 
 def clipped(norms: Tensor) -> Tensor:
-    """Leave gradients that are short enough as they are."""
+    """Leave gradients that are short enough unchanged."""
     return NORM / norms.clamp_min(NORM)
 
 
@@ -140,8 +140,8 @@ class Draw(NamedTuple):
     """Scattering features of images [N, A, F] and labels [N], to train on and held out.
 
     Attributes:
-        x: As they are, with A of 1.
-        copies: Of flipped and shifted copies; None where they are not needed.
+        x: Features of the images, with A = 1.
+        copies: Features of flipped and shifted copies; None if they are not needed.
         y: Labels.
         held_out_x: Features [N, F] of images that are not trained on.
         held_out_y: Their labels.
@@ -155,7 +155,7 @@ class Draw(NamedTuple):
 
 
 def load(root: Path, draw: int, *, copies: bool) -> Draw:
-    """Return scattering features of some train images, none of which a table is trained on."""
+    """Return scattering features of some train images, on none of which a table is trained."""
     chosen = ("dataset=fashion_mnist", f"dataset.root={root}")
     every, tabled = (
         make_data(compose(*chosen, *limit))[0].train
@@ -175,7 +175,7 @@ def load(root: Path, draw: int, *, copies: bool) -> Draw:
 
 
 def scattered(images: Tensor) -> Tensor:
-    """Return an image's features and a 1 for the bias, [N, F]."""
+    """Return images' features and a 1 for the bias, [N, F]."""
     transform = Scattering((1, 28, 28), scales=2, angles=8)
     with torch.no_grad():
         parts = [transform(own).flatten(1) for own in images.split(64)]
@@ -183,7 +183,7 @@ def scattered(images: Tensor) -> Tensor:
 
 
 def train(draw: int, drawn: Draw, own: Setting, sigma: float, walk: float) -> float:
-    """Return the held-out accuracy after DP-SGD of clients that each add their own noise."""
+    """Return the held-out accuracy after DP-SGD by clients that each add their own noise."""
     rate, steps, variant, sent = own.rate, own.steps, own.variant, ("train.weights", "weights")
     plan = PlannedRelease("retrain", *sent, ("train",), rate, steps, NORM, sigma)
     batches = [rate * own.records / own.clients] * own.clients

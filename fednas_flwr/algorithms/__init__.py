@@ -1,7 +1,7 @@
 """Server side: a folder per algorithm, its rounds in the order of the paper's pseudocode.
 
-A folder's ``__init__.py`` has the settings and the entry of the algorithm, without torch, and
-``strategy.py`` its class. Importing this package registers the algorithms of all folders.
+A folder's ``__init__.py`` has the algorithm's settings and registry entry and imports no torch;
+``strategy.py`` has its class. Importing this package registers the algorithms of all folders.
 """
 
 from importlib import import_module

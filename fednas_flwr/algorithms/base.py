@@ -1,8 +1,8 @@
 """The round loop, written once: connect, rounds, events, checkpoint, resume.
 
-An algorithm is a subclass that says what happens in one round, by asking clients actions through
-the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower ``Strategy``: ``start(grid)`` runs
-it on any Grid.
+An algorithm is a subclass that defines what happens in one round. It requests actions of the
+clients through the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower ``Strategy``:
+``start(grid)`` runs it on any Grid.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from fednas_flwr.settings.run_settings import TrimmedMeanSettings
 from fednas_flwr.spaces.genotype import Genotype, skip_share
 from fednas_flwr.spaces.space import SearchSpace
 
-SERVER = "server."  # before the names of the server's own tensors in a checkpoint
-EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
-FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
+SERVER = "server."  # prefix of the server's own tensors in a checkpoint
+EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # a client's accuracy is clamped to these
+FARTHEST = 100.0  # nats: a loss per record that only a diverged model has
 Metrics = dict[str, float]
-Replies = Iterable[tuple[int, Reply]]  # of clients, or the total of all
+Replies = Iterable[tuple[int, Reply]]  # by client, or the total of all clients
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
-    """True if a model is evaluated after a round: every so many and the last; 0 is never."""
+    """True if the model is evaluated after a round: every so many rounds and the last; 0: never."""
     return evaluate_every > 0 and (server_round == num_rounds or server_round % evaluate_every == 0)
 
 
 def data_set_of(config: Config) -> str | None:
-    """Id that private sites' policies give their data; None without privacy."""
+    """Id of the data set in the private sites' policies; None without privacy."""
     return config.dp.data_set if config.dp else None
 
 
 def local_steps(config: Config, stage: str) -> int | None:
-    """Noised steps of a local training, in place of epochs.
+    """Number of noised steps of a local training, which take the place of epochs.
 
-    None without privacy, and where its unit is the client, which trains by epochs.
+    None without privacy, and where the unit of privacy is the client, which trains by epochs.
     """
     privacy = config.dp
     if not privacy or not incompatible.by_record(config):
@@ -70,9 +70,9 @@ def local_steps(config: Config, stage: str) -> int | None:
 
 
 def expected_batch(config: Config, stage: str) -> float | None:
-    """Size of the batch of a step of ``search`` or ``retrain`` at a client, expected with privacy.
+    """Batch size of a step of ``search`` or ``retrain`` at a client; with privacy its expectation.
 
-    Below 1 it is the rate at which each record is drawn; None takes all records.
+    A value below 1 is the rate at which each record is drawn; None takes all records.
     """
     terms: object = config.privacy
     batch_size = getattr(config.algorithm, "batch_size", None)
@@ -86,7 +86,7 @@ def expected_batch(config: Config, stage: str) -> float | None:
 
 @dataclass(frozen=True)
 class PrivateRound:
-    """A round of a stage of a private run, from whose configuration its releases follow.
+    """A round of a stage of a private run; its releases follow from the run's configuration.
 
     Attributes:
         config: Settings of the run.
@@ -104,7 +104,7 @@ class PrivateRound:
 
     @property
     def local_steps(self) -> int:
-        """Noised steps of a local training, also where the client then takes epochs."""
+        """Noised steps of a local training, also if the client then trains by epochs."""
         terms = self.privacy.retrain if self.stage == "retrain" else self.privacy
         return terms.local_steps
 
@@ -116,12 +116,12 @@ class PrivateRound:
         splits: Sequence[str] = (),
         shared: bool = False,
     ) -> list[PlannedRelease]:
-        """The releases of the gradients of steps, each of which releases every named state.
+        """The releases of gradients; every step releases every named state.
 
         Args:
-            actions: By state, ``weights`` or ``alphas``, the action.
+            actions: The action for each state, ``weights`` or ``alphas``.
             steps: Steps of each state; None takes those of a local training.
-            splits: The splits that are read; none: the one of the state in a search.
+            splits: The splits that are read; if empty, the split that a search reads for the state.
             shared: True if clients share the noise, see
                 :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
         """
@@ -146,20 +146,20 @@ class PrivateRound:
 
 
 class Keeper(Protocol):
-    """A part of the server with tensors of its own, which a checkpoint holds."""
+    """A part of the server whose own tensors are saved in checkpoints."""
 
     def tensors(self) -> st.Tensors:
         """The tensors by name."""
 
     def load(self, tensors: st.Tensors) -> None:
-        """Take back what :meth:`tensors` returned."""
+        """Restore what :meth:`tensors` returned."""
 
 
 S = TypeVar("S", bound=AlgorithmSettings)
 
 
 def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
-    """The class of settings that a strategy states, or the one that it derives from."""
+    """The settings class that a strategy names, or else that of the class it derives from."""
     for kind in strategy.__mro__:
         for base in vars(kind).get("__orig_bases__", ()):
             for argument in get_args(base):
@@ -171,36 +171,37 @@ def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
 class RoundStrategy(Strategy, Generic[S]):
     """Base of all algorithms; ``S`` is the class of an algorithm's settings.
 
-    The run's ``momentum`` is that of local training. ``reset``: optimisers begin anew with every
-    request. ``averaged``: their moments travel with the model and are averaged and checkpointed
-    like it, so that clients keep nothing.
+    The run's ``momentum`` applies to local training. With ``reset``, optimisers begin anew with
+    every request. With ``averaged``, their moments travel with the model and are averaged and
+    checkpointed like it; clients keep nothing.
 
     Args:
-        network: Supernet or network whose tensors are the initial global state; it is only read.
+        network: Supernet or network whose tensors are the initial global state. It is not changed.
         cohort: Reaches the clients.
         config: The settings of the run.
         space: Search space of the supernet; None for plain networks.
-        prepared: The run's data; None where no network is made of its shapes.
-        description: Description of the network to retrain, from which clients build it, see
-            ``client.client.Client.network``; None in a search.
-        configuration: Hyper-parameters that the search has found for retraining, which take the
-            place of those of the settings; None if none.
-        checkpoints: Folder of the state after every round; None keeps none.
+        prepared: The run's data; None if no network is built from its shapes.
+        description: Description of the network to retrain; clients build the network from it, see
+            ``client.client.Client.network``. None in a search.
+        configuration: Hyper-parameters that the search has found for retraining; they replace those
+            of the settings. None if the search found none.
+        checkpoints: Folder for the state after every round; None saves no state.
         schedule: Everything that a private run releases.
 
     Attributes:
         settings: The algorithm's settings.
         stage: Name of the stage in events and checkpoints.
         is_private: True if clients release noised sums.
-        description: Description from which clients build the network; a search has the supernet's.
-        states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments``
-            where they travel.
+        description: Description from which clients build the network; in a search, the supernet's.
+        states: The global model: packed ``weights``, ``alphas`` and ``buffers``, and ``moments`` if
+            they travel.
         layouts: The tensors of each state.
         values: JSON values that belong to the state and go into checkpoints.
-        keeper: Part of the server that has tensors of its own, such as its optimiser, if any.
-        ends_at: End by ``time.monotonic()``: a round that would not end before is not begun, unless
-            it is the first; None is no limit.
-        rounds_done: Rounds that the state has been through.
+        keeper: Part of the server with tensors of its own, such as its optimiser; None if there is
+            none.
+        ends_at: Deadline on the clock ``time.monotonic()``. A round that would end later is not
+            begun, unless it is the first; None is no limit.
+        rounds_done: Number of rounds that the state has been through.
     """
 
     def __init__(
@@ -237,24 +238,24 @@ class RoundStrategy(Strategy, Generic[S]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Make the further attributes of the strategy; the constructor calls it last."""
+        """Create the strategy's further attributes; the constructor calls this last."""
 
     @abstractmethod
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Run one round and return its metrics.
 
-        Ask clients with :meth:`ask`, assign the new global model to ``self.states``.
+        Ask clients with :meth:`ask`, and assign the new global model to ``self.states``.
 
         Args:
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
 
     @classmethod
     def releases(cls, settings: S, private: PrivateRound) -> list[PlannedRelease]:
-        """Everything that a round of a private run releases of each client, at most.
+        """Everything that a round of a private run releases, at most, about each client.
 
-        It follows from the configuration alone, before there is a network or a client.
+        This follows from the configuration alone and needs neither a network nor a client.
 
         Args:
             settings: The algorithm's settings.
@@ -268,23 +269,23 @@ class RoundStrategy(Strategy, Generic[S]):
 
     @property
     def model(self) -> dict[str, st.Packed]:
-        """The states of the global model that are a network's."""
+        """The states of the global model that belong to a network, without the moments."""
         return {name: state for name, state in self.states.items() if name != st.MOMENTS}
 
     def new_average(self) -> st.Average:
-        """An empty average of the clients' states: weighted, or robust as ``aggregate`` says."""
+        """An empty average of the clients' states: weighted, or robust if ``aggregate`` says so."""
         aggregate = self.config.aggregate
         if isinstance(aggregate, TrimmedMeanSettings):
             return st.TrimmedMean(aggregate.trim)
         return st.TrimmedMean(None) if aggregate.name == "median" else st.WeightedAverage()
 
     def _momentum(self) -> str:
-        """The place of local training's momentum between requests, as ``training.momentum``."""
+        """Treatment of local training's momentum between requests, as in ``training.momentum``."""
         averages = self.stage == "retrain" and incompatible.follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
-        """The amount of local training: epochs of batches, or with privacy steps."""
+        """The amount of local training: epochs of batches or, with privacy, steps."""
         steps = local_steps(self.config, self.stage)
         if steps is None:
             return rq.Amount(local_epochs, None, batch_size)
@@ -294,11 +295,12 @@ class RoundStrategy(Strategy, Generic[S]):
         """Have all clients search for local epochs, and average weights, alphas and buffers.
 
         Args:
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
-            rule: Of :class:`~fednas_flwr.protocol.requests.LocalSearch`, how alphas are learnt.
+            rule: Fields of :class:`~fednas_flwr.protocol.requests.LocalSearch` that say how alphas
+                are learnt.
         """
-        settings: Any = self.settings  # of an algorithm with local epochs of search
+        settings: Any = self.settings  # those of an algorithm that searches for local epochs
         amount = self.amount(settings.local_epochs, settings.batch_size)
         weights = settings.weights.at_round(server_round, num_rounds)
         local = rq.LocalSearch(amount, weights, settings.alphas, **rule)
@@ -313,7 +315,7 @@ class RoundStrategy(Strategy, Generic[S]):
         proximal: float = 0.0,
         augmented: bool = True,
     ) -> rq.LocalTraining:
-        """The training that ``retrain`` asks of clients, with these constants."""
+        """The local training that ``retrain`` sets, with these constants."""
         retrain = self.config.retrain
         return rq.LocalTraining(
             self.description,
@@ -328,21 +330,21 @@ class RoundStrategy(Strategy, Generic[S]):
         )
 
     def noise_multiplier(self, kind: str) -> float | None:
-        """Sigma of a kind of release of the stage, None if it has none of it."""
+        """Sigma of a kind of release in this stage; None if the stage has no such release."""
         plans = [p for p in self.schedule if (p.stage, p.kind) == (self.stage, kind)]
         return plans[0].noise_multiplier if plans else None
 
     def server_tensors(self) -> st.Tensors:
-        """Further tensors of the server's state, e.g. an optimiser's, for the checkpoint."""
+        """Further tensors of the server's state for the checkpoint, such as an optimiser's."""
         return {} if self.keeper is None else self.keeper.tensors()
 
     def load_server_tensors(self, tensors: st.Tensors) -> None:
-        """Take back what :meth:`server_tensors` returned."""
+        """Restore what :meth:`server_tensors` returned."""
         if self.keeper is not None:
             self.keeper.load(tensors)
 
     def fit_states(self) -> None:
-        """Give the states the form that the restored ``values`` name; most models keep theirs."""
+        """Shape the states as the restored ``values`` require; most models keep their shape."""
 
     def ask(
         self,
@@ -353,9 +355,9 @@ class RoundStrategy(Strategy, Generic[S]):
         states: Mapping[str, st.Packed] = {},
         layouts: Mapping[str, st.Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
-        """Ask the round's clients one action; yields ``(client, reply)``: :meth:`Cohort.ask`.
+        """Request an action of clients; yields ``(client, reply)``, see :meth:`Cohort.ask`.
 
-        Requests to private clients get the id of their data set.
+        Requests to private clients carry the id of their data set.
         """
         self._phase += 1
         answered = set()
@@ -397,8 +399,8 @@ class RoundStrategy(Strategy, Generic[S]):
         Args:
             action: Action whose replies are the model's states.
             settings: The request.
-            only: By state the names of the tensors that are sent and come back; all others stay as
-                they are. A state that is not named travels whole.
+            only: For each state, the names of the tensors that are sent and come back; all others
+                stay as they are. A state that is not named travels whole.
 
         Returns:
             The clients' metrics, averaged.
@@ -417,17 +419,17 @@ class RoundStrategy(Strategy, Generic[S]):
         by_median: bool = False,
         **names: Any,
     ) -> tuple[list[float], Metrics]:
-        """Each candidate's accuracy over all clients' validation records, also in an event.
+        """Each candidate's accuracy over all clients' validation records, also written to an event.
 
-        The event has the standard deviation of the noise on each, null where it depends on how the
-        clients' values lie.
+        The event has the standard deviation of the noise on each accuracy. It is null where it
+        depends on how the clients' values are distributed.
 
         Args:
             request: Names the candidates.
-            only: By state the names of the tensors that are sent.
-            by_median: True if three or more clients without privacy count by
-                :func:`~fednas_flwr.protocol.states.median_rewards` in place of the mean, so
-                that none of them decides which candidate is best.
+            only: For each state, the names of the tensors that are sent.
+            by_median: If true, the rewards of three or more clients without privacy are combined by
+                :func:`~fednas_flwr.protocol.states.median_rewards` instead of the mean, so that no
+                single client decides which candidate is best.
             **names: Further fields of the event, which say what the candidates are.
 
         Returns:
@@ -459,13 +461,13 @@ class RoundStrategy(Strategy, Generic[S]):
     def validation_metrics(
         self, evaluate_every: int, server_round: int, num_rounds: int
     ) -> Metrics:
-        """Mean loss and accuracy on the clients' validation records in rounds that are evaluated.
+        """Mean loss and accuracy on the clients' validation records, in rounds that are evaluated.
 
-        None in others, and with privacy unless noised metrics are planned.
+        Empty in other rounds, and with privacy unless noised metrics are planned.
 
         Args:
             evaluate_every: Rounds between evaluations, see :func:`evaluates`.
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
         hidden = self.is_private and self.noise_multiplier("metrics") is None
@@ -504,23 +506,23 @@ class RoundStrategy(Strategy, Generic[S]):
         """Run all rounds that no checkpoint covers yet.
 
         Args:
-            grid: Flower's way to the clients.
+            grid: Flower's connection to the clients.
             initial_arrays: Named tensors to start from, such as ``Result.arrays`` of an earlier
                 start; None starts from the network given to the constructor.
-            num_rounds: Rounds of the stage, those before a resume included.
+            num_rounds: Rounds of the stage, including those before a resume.
             timeout: Seconds per exchange of these rounds; None keeps the cohort's.
             train_config: Not used: the constructor takes the settings.
             evaluate_config: Not used, likewise.
-            evaluate_fn: Called with round and named tensors before the first and after every
-                round; its metrics join the round's.
+            evaluate_fn: Called with the round and the named tensors before the first and after
+                every round; its metrics join the round's.
 
         Returns:
-            Flower's result: final named tensors and metrics by round.
+            Flower's result: the final named tensors, and metrics by round.
 
         Raises:
             QuorumError: Too few clients answered an exchange.
         """
-        usual = self.cohort.deadline_s  # of other stages, too
+        usual = self.cohort.deadline_s  # the cohort serves other stages, too
         self.cohort.deadline_s = usual if timeout is None else timeout
         try:
             return self._run_rounds(grid, initial_arrays, num_rounds, evaluate_fn)
@@ -587,9 +589,9 @@ class RoundStrategy(Strategy, Generic[S]):
         return result
 
     def _affordable(self, server_round: int, num_rounds: int, round_s: float) -> int:
-        """The rounds of retraining that time allows, over which its rates are annealed.
+        """The number of retraining rounds that time allows; learning rates are annealed over them.
 
-        A training that is cut with its rate still high is worth little.
+        A training that is cut off while its rate is still high is worth little.
         """
         if self.ends_at is None or self.stage != "retrain" or not round_s:
             return num_rounds
@@ -597,7 +599,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return min(num_rounds, max(server_round, server_round - 1 + left))
 
     def inherit(self, states: st.States) -> None:
-        """Begin from the global model of another search in the same space."""
+        """Start from the global model of another search in the same space."""
         for state, packed in states.items():
             for dtype, vector in packed.items():
                 self.states[state][dtype].copy_(vector)
@@ -613,7 +615,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return self.space.derive(self.alphas())
 
     def configuration(self) -> Configuration | None:
-        """The hyper-parameters that the search has found for retraining, None if none."""
+        """The hyper-parameters that the search has found for retraining; None if it found none."""
         return None
 
     def alphas(self) -> st.Tensors:
@@ -635,16 +637,16 @@ class RoundStrategy(Strategy, Generic[S]):
         )
 
     def summary(self) -> None:
-        """Log nothing: events say what runs."""
+        """Log nothing; events record what runs."""
 
     def _unused(self, *_: Any, **__: Any) -> Any:
-        """Refuse: a round is several exchanges, and :meth:`run_round` makes them."""
+        """Refuse: a round has several exchanges, and :meth:`run_round` makes them."""
         raise NotImplementedError("run_round takes the place of Flower's four round methods")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _unused
 
     def _initial(self, network: nn.Module) -> tuple[dict[str, st.Layout], dict[str, st.Packed]]:
-        """Layouts and packed states of a network, and of its moments if they travel."""
+        """Layouts and packed states of a network, including its moments if they travel."""
         tensors = {name: state for name, state in st.network_states(network).items() if state}
         if self.momentum == "averaged":
             tensors[st.MOMENTS] = no_moments(network)
@@ -690,7 +692,7 @@ class RoundStrategy(Strategy, Generic[S]):
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy named tensors into the global model in place: optimisers hold its vectors."""
+        """Copy named tensors into the global model in place, as optimisers hold its vectors."""
         for state, layout in self.layouts.items():
             named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
             self.inherit({state: st.pack(named)})
@@ -704,7 +706,7 @@ def server_state(checkpoint: Checkpoint) -> st.Tensors:
 def mean_metrics(replies: Iterable[Reply]) -> Metrics:
     """The mean of every metric over the replies that have it, weighted by examples.
 
-    None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.
+    A value is capped at ``FARTHEST`` times the median or at ``FARTHEST``, whichever is more.
     """
     values: dict[str, list[tuple[float, float]]] = {}
     for reply in replies:

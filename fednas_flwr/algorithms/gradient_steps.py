@@ -14,11 +14,11 @@ from fednas_flwr.search.optimizer_step import after_prefix, clip_gradients
 
 
 class GradientStrategy(RoundStrategy[S]):
-    """Base of those whose server steps along gradients that clients return, with its momentum.
+    """Base of strategies whose server steps, with its own momentum, along the clients' gradients.
 
     Attributes:
-        optimizers: By state, of its single vector; a subclass makes them. Their moments go into
-            checkpoints.
+        optimizers: The optimiser of each state's single vector; a subclass makes them. Their
+            moments are saved in checkpoints.
     """
 
     optimizers: dict[str, torch.optim.Optimizer]
@@ -38,16 +38,17 @@ class GradientStrategy(RoundStrategy[S]):
     ) -> list[Reply]:
         """Ask for gradients, and step along their mean ``sum_k G_k / sum_k B_k``.
 
-        Clients' buffers, averaged by batch, are taken over with the weights.
+        With the weights, the clients' buffers are replaced by their average, weighted by batch
+        size.
 
         Args:
             action: Action whose replies have sums of gradients over a batch, and the batch's size
-                B_k. They are added in their order.
+                B_k. The sums are added in the order of the replies.
             request: The request.
-            states: The states that have sums G_k and step, in this order.
+            states: The states with sums G_k, which step in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
-            added: By state, to its gradient.
-            further: States that are sent beside the model.
+            added: For each state, what is added to its gradient.
+            further: States that are sent along with the model.
 
         Returns:
             The replies without their states.

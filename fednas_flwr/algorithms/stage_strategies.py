@@ -1,4 +1,4 @@
-"""The stages of an algorithm: their strategies, the releases and the clients of their rounds."""
+"""The strategies of an algorithm's stages, the releases of their rounds, and client sampling."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
     """The class of a stage's strategy.
 
     Raises:
-        ValueError: It is of a search, and the algorithm does not search.
+        ValueError: The stage is a search, and the algorithm does not search.
     """
     entry = algorithm_of(config)
     chosen = entry.search if stage == "search" else entry.retraining
@@ -43,8 +43,9 @@ def make_search(
     """The strategy of the search stage, its supernet initialised from the run's seed.
 
     Args:
-        config: The run's configuration; of CFDNAS the strategy is that of all clients.
-        prepared: Data of the run, with shape and number of classes.
+        config: The run's configuration; for CFDNAS the result is the search of all clients
+            together.
+        prepared: Data of the run, with its shape and number of classes.
         cohort: Reaches the clients.
         more: Further arguments of the strategy: ``checkpoints`` and ``schedule``.
 
@@ -76,7 +77,7 @@ def make_retraining(
 
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
-    """Releases of each round of a stage of a private run, of a client that the round asks."""
+    """Releases by a client in each round of a stage of a private run, if the round asks it."""
     strategy, privacy = strategy_of(config, stage), config.dp
     assert privacy
     numbers = range(1, num_rounds + 1)
@@ -86,7 +87,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:
-    """The sampling of clients of a run, None if every round asks all.
+    """The sampling of a run's clients; None if every round asks all of them.
 
     Args:
         config: The run's configuration.
@@ -104,7 +105,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
         largest = LARGER * float(np.median(retrain))
         retrain = _at_most(retrain, expected_batch(config, "retrain") if config.dp else largest)
     elif entry.retraining is not None:
-        retrain = train  # by whose validation records it chooses
+        retrain = train  # its strategy chooses by validation records, which are then not trained on
     return Sampling(
         seed=config.seed,
         per_round=config.asked,

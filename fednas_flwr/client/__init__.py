@@ -1,1 +1,1 @@
-"""The client side: the actions a server can ask for, one function each."""
+"""The client side: the actions that a server can request, one function each."""

@@ -1,7 +1,7 @@
-"""The one entrance to all actions, for every runtime: admission, answer, and a secure sum's mask.
+"""The single entrance to all actions, in every runtime: admission, answer and secure-sum mask.
 
-A private site admits a request by its policy and the run's commitment (:func:`admit`) before it
-reads a record. Main function: :func:`answer`.
+A private site checks a request against its policy and the run's commitment (:func:`admit`) before
+it reads a record. Main function: :func:`answer`.
 """
 
 import secrets
@@ -31,14 +31,14 @@ from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 def answer(client: Client, request: Request) -> Reply:
     """Return the reply to ``request``, computed with the client's threads and its own randomness.
 
-    It is rounded to what the client's replies travel as, or masked as part of a secure sum. Where
-    the request's weights are rounded, they are what the client works with.
+    The reply is rounded to the client's wire format, or masked as part of a secure sum. If the
+    request's weights are rounded, the client works with the rounded ones.
 
-    A client with a release guard answers the private actions only. torch's global generator is
+    A client with a release guard answers only the private actions. torch's global generator is
     seeded from (seed, stage, round, client, action), for layers that cannot take a generator
-    (drop-path, dropout), and restored afterwards. In private mode the seed is nobody's: what is
-    drawn per place in a batch would be drawn for other records if one more were in it, and whoever
-    knows the draws could tell.
+    (drop-path, dropout), and restored afterwards. In private mode nobody knows the seed: draws
+    belong to places in a batch, and one more record in it would shift them to other records, which
+    would show to anyone who knows the draws.
 
     Raises:
         ConfigError: The action is unknown, or the site's policy refuses the request.
@@ -76,12 +76,12 @@ def answer(client: Client, request: Request) -> Reply:
 
 
 def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = None) -> Request:
-    """Return the request with the plan of each kind of release; without any it releases nothing.
+    """Return the request with the plan of each kind of release; without plans it releases nothing.
 
     Called once, before a site loads its records; ``Client.check_network`` follows.
 
     Args:
-        guard: The site's.
+        guard: The site's release guard.
         request: The request.
         supernet_norm: Normalisation of the run's supernet, if it is known.
 
@@ -90,7 +90,7 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     """
     action, settings = request.action, request.settings
     check_choice("private action", action, PRIVATE_ACTIONS)
-    if request.statistics is not None:  # as public as weights are; standardised_within checks them
+    if request.statistics is not None:  # as public as the weights; standardised_within checks them
         guard.check_action("query.statistics", guard.data_set)
     named = guard.data_set if settings.of_any_site else getattr(settings, "data_set", None)
     guard.check_action(action, named)
@@ -117,11 +117,11 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
     """Kinds of release that a private request asks for: splits that are read, number of releases.
 
     Args:
-        request: Of a private action.
-        of_client: True if the client is protected as a whole.
+        request: Request of a private action.
+        of_client: True if the client as a whole is the unit of privacy.
 
     Raises:
-        ConfigError: It asks for what a private client does not do.
+        ConfigError: The request asks for something that a private client does not do.
     """
     settings = request.settings
     return (settings.client_releases if of_client else settings.released)(request.action)
@@ -139,7 +139,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
 
 
 def check_fields(action: str, reply: Reply) -> None:
-    """Raise RuntimeError when a private reply has a field that may not leave."""
+    """Raise RuntimeError if a private reply has a field that must not leave the site."""
     leaving = {*reply.states, *reply.shares, *reply.metrics}
     listed, (_, properties) = ACTIONS[action], PROPERTIES[action]
     if not (
@@ -153,16 +153,16 @@ def check_fields(action: str, reply: Reply) -> None:
 def agreed(client: Client, request: Request) -> dict[str, Any]:
     """Return everything that decides a reply and on which the sites of a sum must agree.
 
-    **Rule.** An input of a reply that comes from the server, or that stands in the site's policy or
-    data settings and decides how much content or noise the reply has, is in the context of its
-    secure sum: masks cancel among sites that agree on all of these, so that no site's value lies
-    under less content and noise of others than its own policy and commitment say. Beside these are
-    only what each site may have to itself, because no value of it makes others add less, and
-    secrets; ``tests/client/test_agreed.py`` lists every input in one of the three.
+    **Rule.** The context of a secure sum holds every input of a reply that comes from the server,
+    and every input in the site's policy or data settings that decides how much content or noise the
+    reply has. Masks cancel only among sites that agree on all of these, so that no site's value is
+    hidden by less content and noise of others than its own policy and commitment say. The only
+    other inputs are secrets, and those that each site may choose alone because no value of them
+    makes others add less. ``tests/client/test_agreed.py`` lists every input under one of the three.
 
     Args:
-        client: With secure sums.
-        request: The request; its plans are those by which the site answers.
+        client: A client with secure sums.
+        request: The request, with the plans by which the site answers.
     """
     guard = client.guard
     return {
@@ -177,18 +177,18 @@ def agreed(client: Client, request: Request) -> dict[str, Any]:
 
 
 def begin_sum(client: Client, request: Request) -> Answer | None:
-    """Record that a request is answered, once, before it reads a record.
+    """Record, once and before any record is read, that a request is answered.
 
     Args:
-        client: Asked.
-        request: The request, with a guard as it was admitted.
+        client: The client that is asked.
+        request: The request; if the client has a guard, as it was admitted.
 
     Returns:
-        What masks the reply; None of requests whose replies are public.
+        The object that masks the reply; None for requests whose replies are public.
 
     Raises:
-        ConfigError: The client has secure sums and is asked for a reply that is none, or the other
-            way round; or its policy refuses the exchange.
+        ConfigError: The client has secure sums and is asked for a plain reply, or the other way
+            round; or its policy refuses the exchange.
     """
     if ACTIONS[request.action].is_public:
         return None
@@ -219,7 +219,7 @@ def masked(request: Request, reply: Reply, answer: Answer) -> Reply:
     """Return a masked reply, which reveals nothing but the layout of its tensors.
 
     Raises:
-        ValueError: A value is not finite, or beyond the range of the sum.
+        ValueError: A value is not finite, or outside the range of the sum.
     """
     assert request.summed is not None
     summands = Summands(

@@ -1,13 +1,14 @@
 """A site's own record of requests, releases and refusals, for its auditors.
 
-JSON lines; each ends with the HMAC of itself and of the line before it, under the key of the site's
-ledger, and a mark beside that key, outside the trail's folder, holds number and HMAC of the last
-one. So whoever can write the trail, but neither read the key nor write the mark, cannot edit,
-remove, move or put in a line, nor cut lines off at the end, unnoticed: :func:`verify_trail` finds
-it, and nothing leaves the site any more. Whoever can restore old copies of both together can.
+The trail is a file of JSON lines. Each line ends with the HMAC of itself and of the line before it,
+under the key of the site's ledger. A mark next to that key, outside the trail's folder, holds the
+number and HMAC of the last line. Someone who can write the trail, but can neither read the key nor
+write the mark, cannot edit, remove, move or insert a line, nor cut off lines at the end, unnoticed:
+:func:`verify_trail` finds it, and nothing leaves the site any more. Someone who can restore old
+copies of both together can.
 
-No line holds a number that depends on records: of a reply stand only the names of what it
-carries, of an error that is no refusal only its kind.
+No line holds a number that depends on records. For a reply it holds only the names of what the
+reply carries, and for an error that is no refusal only its kind.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.anchor import KEY_BYTES, counter_of, equal, read_key, seal, take
 from fednas_flwr.privacy.books.ledger import Ledger
 
-if TYPE_CHECKING:  # these bring torch
+if TYPE_CHECKING:  # these import torch
     from fednas_flwr.client.release_guard import ReleaseGuard
     from fednas_flwr.protocol.messages import Reply, Request
 
-LONGEST_TEXT = 500  # characters kept of what a server sent
+LONGEST_TEXT = 500  # characters that are kept of a text from a server
 LONGEST_LOG = 4000  # characters of an error in the site's own log
-LONGEST_END = 20_000  # bytes beyond the daily allowance for lines that say it is spent
-# Of a request besides its fields and settings: HMACs and names in the line of its reply, a row in
-# the journal of secure sums, the result of a self-test.
+LONGEST_END = 20_000  # bytes beyond the daily allowance, for lines that say that it is spent
+# Bytes per request besides its fields and settings: HMACs and names in the line of its reply, a row
+# in the journal of secure sums, the result of a self-test.
 REQUEST_BYTES = 2000
 _LINE = re.compile(rb'(\{"number": ([1-9][0-9]*), .*), "mac": "([0-9a-f]{64})"\}\n')
 
@@ -49,9 +50,9 @@ class _End(NamedTuple):
     """A place in a trail.
 
     Attributes:
-        number: Of the line, from 1; 0 before the first.
-        mac: Its HMAC.
-        previous: That of the line before it.
+        number: Number of the line, from 1; 0 before the first.
+        mac: The line's HMAC.
+        previous: HMAC of the line before it.
     """
 
     number: int
@@ -61,17 +62,18 @@ class _End(NamedTuple):
 
 @dataclass(frozen=True)
 class AuditTrail:
-    """The trail of one site; processes of several runs may write to it at once.
+    """The trail of one site; processes of several runs may write to it at the same time.
 
-    Each line is on disk before the call returns, and the request is not answered if it cannot be.
-    It takes from the site's daily allowance. When that is spent, requests are refused without a
-    line; the last ones say so.
+    Each line is on disk before the call returns; a request whose line cannot be written is not
+    answered. Lines count against the site's daily allowance. When that is spent, requests are
+    refused without a line; the last lines say so.
 
     Args:
-        path: Its file, made when missing; None keeps no trail.
-        key_path: The ledger's key, made with the ledger when missing.
-        ledger: The ledger; None has a key of the trail's own made.
-        superlink: Address of the server that the site's node asks for work; empty if not known.
+        path: The trail's file, created if missing; None keeps no trail.
+        key_path: The ledger's key, created with the ledger if missing.
+        ledger: The ledger; with None the trail gets a key of its own.
+        superlink: Address of the server from which the site's node fetches work; empty if not
+            known.
     """
 
     path: Path | None
@@ -80,12 +82,12 @@ class AuditTrail:
     superlink: str = ""
 
     def asked(self, request: Request, *, flower_run: int, kept_bytes: int = 0) -> None:
-        """Note a request before anything is done about it.
+        """Record a request before anything is done about it.
 
         Args:
             request: The request.
             flower_run: Flower's number of the run.
-            kept_bytes: Of what the site may keep of it besides its settings.
+            kept_bytes: Size of what the site may keep of the request besides its settings.
 
         Raises:
             DayFullError: The site's daily allowance does not cover it.
@@ -101,12 +103,13 @@ class AuditTrail:
         self._append("asked", **fields)
 
     def released(self, request: Request, reply: Reply, *, guard: ReleaseGuard | None) -> None:
-        """Note a reply before it leaves.
+        """Record a reply before it leaves.
 
         Args:
-            request: The request; with a guard, as it was admitted.
-            reply: Named are its states, metrics and properties.
-            guard: Of a private client; what its budget has paid by now, for all runs, is noted.
+            request: The request; if there is a guard, as it was admitted.
+            reply: The reply; the names of its states, metrics and properties are recorded.
+            guard: A private client's guard; its budget's payments so far, for all runs, are
+                recorded.
         """
         private = {}
         if guard is not None and self.path is not None:
@@ -123,19 +126,20 @@ class AuditTrail:
     def refused(
         self, action: str, request: Request | None, error: Exception, *, shown: bool, private: bool
     ) -> str:
-        """Note an error, unless the site's daily allowance is spent; the sentence for the server.
+        """Record an error unless the daily allowance is spent; return the sentence for the server.
 
         Args:
-            action: The action asked for.
+            action: The action that was requested.
             request: The request; None if it could not be read.
             error: The error.
-            shown: True if the server may read its text. Any other stands in the site's own log, and
-                takes a fixed amount of the allowance: it may quote records.
-            private: True if the site's records are private: only a refusal is then noted in full.
+            shown: True if the server may read the error's text. Other texts go to the site's own
+                log and take a fixed amount of the allowance, since they may quote records.
+            private: True if the site's records are private; then only a refusal is recorded in
+                full.
         """
         place = {"action": action} if request is None else _place(request)
         reason = str(error) if shown and private else type(error).__name__
-        fixed = 13 * LONGEST_TEXT + (0 if shown else LONGEST_LOG)  # in JSON some characters take 12
+        fixed = 13 * LONGEST_TEXT + (0 if shown else LONGEST_LOG)  # some characters take 12 in JSON
         with suppress(DayFullError):
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
             self._append("refused", **place, reason=reason)
@@ -165,7 +169,7 @@ class AuditTrail:
             write_atomically(mark, json.dumps([*end, seal(key, "audit mark", "", [*end])]))
 
     def _key(self) -> bytes:
-        """Return the key; on a new site make it."""
+        """Return the key; on a new site it is created."""
         if not self.key_path.exists():
             if self.ledger is None:
                 make_key(self.key_path, KEY_BYTES)
@@ -175,9 +179,9 @@ class AuditTrail:
 
 
 def trail_of(node: Mapping[str, str]) -> AuditTrail:
-    """Return the trail of a node: its ``audit``, else beside its ledger, else none.
+    """Return the trail of a node: at its ``audit``, else next to its ledger, else none.
 
-    A node that names only half of ledger and key keeps none: it refuses everything.
+    A node that names only one of ledger and key keeps no trail: it refuses everything.
     """
     if not {"audit", "ledger"} & node.keys() or ("ledger" in node) != ("ledger-key" in node):
         return AuditTrail(None)
@@ -188,16 +192,15 @@ def trail_of(node: Mapping[str, str]) -> AuditTrail:
 
 
 def verify_trail(path: Path, key_path: Path) -> int:
-    """Return the number of lines of a trail, after checking every line and the mark.
+    """Return the number of lines of a trail after checking every line and the mark.
 
     Args:
         path: The trail.
-        key_path: The key of the site's ledger, beside which the mark lies.
+        key_path: The key of the site's ledger; the mark is next to it.
 
     Raises:
         ConfigError: There is no such file or key.
-        DamagedError: A line is not the one that was written, or lines are missing; the sentence
-            says which.
+        DamagedError: A line is not as it was written, or lines are missing; the message says which.
     """
     for name, file in (("audit trail", path), ("key", key_path)):
         if not file.is_file():
@@ -212,7 +215,7 @@ def verify_trail(path: Path, key_path: Path) -> int:
                 "lines were edited, removed or moved from there on, or the key is another trail's."
             )
         end = place
-    if marked.mac not in (end.mac, end.previous):  # a crash leaves the mark one behind
+    if marked.mac not in (end.mac, end.previous):  # after a crash the mark may be one behind
         raise _wrong_end(path, end.number, marked)
     return end.number
 
@@ -224,7 +227,7 @@ def _place(request: Request) -> dict[str, Any]:
 
 
 def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
-    """Return the end of an open trail, after cutting off a line that a crash has torn.
+    """Return the end of an open trail, after cutting off a line that a crash left incomplete.
 
     Raises:
         DamagedError: The trail does not end where the mark says.
@@ -250,7 +253,7 @@ def _last(descriptor: int, path: Path, mark: Path, key: bytes) -> _End:
 
 
 def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
-    """Return the error for a trail whose last line, of this number, is not the marked one."""
+    """Return the error for a trail whose last line, with this number, is not the marked one."""
     return DamagedError(
         f"the audit trail {path} ends at line {number} and its mark names line {marked.number}: "
         "lines were cut off or edited, or the mark was removed or rolled back; nothing leaves."
@@ -258,7 +261,7 @@ def _wrong_end(path: Path, number: int, marked: _End) -> DamagedError:
 
 
 def _follow(line: bytes, number: int, mac: str, key: bytes) -> _End | None:
-    """Return the place of a line, None if it was not written after the one of ``mac``."""
+    """Return the place of a line; None if it was not written after the line with ``mac``."""
     matched = _LINE.fullmatch(line)
     if matched is None or int(matched[2]) != number + 1:
         return None

@@ -1,4 +1,4 @@
-"""One data owner: its records, its device, and the networks it has built so far."""
+"""One data owner, with its records, its device and the networks that it has built so far."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fednas_flwr.spaces.space import SearchSpace
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Folder of the models that a site keeps, and the key that must have signed them.
+    """The folder of the models that a site keeps, and the key that must have signed them.
 
     Attributes:
-        folder: Made when the first one comes.
+        folder: The folder; it is created when the first model arrives.
         signer: File of the public key of the server's operator.
     """
 
@@ -39,35 +39,38 @@ class KeptModels:
 
 @dataclass(frozen=True)
 class Client:
-    """Client that an action works with.
+    """The client with which an action works.
 
     Attributes:
         index: Index of the client, from 0.
         seed: The run's seed; every draw comes from (seed, round, client, purpose).
         data: The client's own records, split into train, validation and test.
-        inputs: What the records are, alike for all clients of a run.
+        inputs: Description of the records, the same for all clients of a run.
         device: Device of tensors during an action.
-        threads: torch's threads during an action; equal in every runtime, so that sums are equal.
+        threads: Number of torch's threads during an action, the same in every runtime so that sums
+            are equal.
         make_network: Builds a network from its description on the CPU.
         make_space: Returns the run's search space.
         augmentation: Settings of :func:`fednas_flwr.data.loaders.augment` for training batches.
         networks: The networks built so far, shared by the clients of one process.
-        tag: Name that the site gives itself; empty if none.
-        moments: Of a table's numeric columns over the train part, where no statistics are declared;
-            else None.
+        tag: Name that the site gives itself; empty if it has none.
+        moments: Moments of a table's numeric columns over the train part, if no statistics are
+            declared; else None.
         has_bounds: True if its records have public bounds, within which it may release noised
-            statistics: the declared ranges of a table, the length of a backbone's features.
-        objective: Gives losses and hits; its tensors are on the device.
-        precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
-        guard: Guard that releases must pass; with one the client answers private actions only.
+            statistics: a table's declared ranges, or the length of a backbone's features.
+        objective: Computes losses and hits; its tensors are on the device.
+        precision: Precision of plain gradients, see
+            :func:`fednas_flwr.search.exact_gradients.computed_in`.
+        guard: Guard that releases must pass; a client with a guard answers only private actions.
         wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.messages`.
-        kept_models: Folder of models that return to the site; None keeps none.
-        sums: The client's part of secure sums; with one it answers no other way.
-        cache: Folder of what may be computed anew, results of self-tests among it; None for none.
+        kept_models: Folder for models that return to the site; None keeps no models.
+        sums: The client's part of secure sums; a client with one answers in no other way.
+        cache: Folder for what can be computed anew, such as results of self-tests; None if there is
+            none.
         settings_digest: Hash of the run's settings as the server has sent them, on which the sites
-            of a secure sum must agree; empty without.
-        rehearsed: Which computations private actions have tried on made-up records, and the
-            micro-batch size of each that makes records' results independent of one another.
+            of a secure sum must agree; empty without secure sums.
+        rehearsed: The computations that private actions have tried on made-up records, and for each
+            the micro-batch size at which records' results are independent of one another.
     """
 
     index: int
@@ -97,10 +100,10 @@ class Client:
         """Return the network of ``description`` on the client's device, with ``states`` loaded."""
         key = json.dumps(description, sort_keys=True)
         if key not in self.networks:
-            # A supernet is used again every round; of derived networks only the newest one is.
+            # A supernet is used again in every round; of derived networks only the newest is.
             for old in [k for k in self.networks if '"supernet"' not in k]:
                 del self.networks[old]
-            with torch.random.fork_rng():  # what an action draws must not depend on who built it
+            with torch.random.fork_rng():  # an action's draws must not depend on who built it
                 self.networks[key] = self.make_network(description).to(self.device)
         network = self.networks[key]
         if states is not None:
@@ -108,11 +111,11 @@ class Client:
         return network
 
     def sent_network(self, request: Request) -> nn.Module:
-        """Return the network that a request describes, with the states that it carries, checked.
+        """Return the network that a request describes, checked, with the states that it carries.
 
         Raises:
             ConfigError: See :meth:`check_network`.
-            ValueError: The states are not of this network.
+            ValueError: The states are not those of this network.
         """
         network = self.network(request.network, request.network_states)
         self.check_network(request, network)
@@ -137,8 +140,8 @@ class Client:
         """Return the client with its records standardised by the statistics of all clients.
 
         Raises:
-            ConfigError: They are of another table or, where a private client has declared ranges,
-                beyond these; or it has declared statistics, by which it stays.
+            ConfigError: The statistics are of another table or, if a private client has declared
+                ranges, lie outside them; or the client keeps to statistics that it has declared.
         """
         if self.guard is not None and not self.has_bounds:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
@@ -157,7 +160,7 @@ class Client:
         """The guard of a private client.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The client has none.
         """
         if self.guard is None:
             raise ConfigError("this is for private clients, and the client has no policy.")
@@ -168,7 +171,7 @@ class Client:
         """The client's part of secure sums.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The client has none.
         """
         if self.sums is None:
             raise ConfigError("refused: this site takes no part in secure sums.")
@@ -176,8 +179,8 @@ class Client:
 
     @property
     def data_form(self) -> dict[str, Any]:
-        """Form of the client's records, as declared: the same for all clients of a run."""
-        # what follows from records are moments, of which the server makes one mean
+        """The declared form of the client's records, the same for all clients of a run."""
+        # moments follow from records; the server pools them into one mean
         declared, inputs, train = self.moments is None, self.inputs, self.data.train
         return {
             "input_shape": list(train.features.shape[1:]),
@@ -197,13 +200,13 @@ class Client:
         return sum(column.kind != records.CATEGORY for column in self.inputs.schema)
 
     def split(self, name: str) -> loaders.Split:
-        """Return one split; ``train+validation`` is what retraining uses."""
+        """Return one split; retraining uses ``train+validation``."""
         check_choice("split", name, (*SPLITS, "train+validation"))
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
         return loaders.concat_splits(first, *rest) if rest else first
 
     def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
-        """Return the generator of one purpose in one exchange of this client."""
+        """Return the generator for one purpose in one exchange of this client."""
         return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
 
     def epoch(
@@ -222,7 +225,7 @@ class Client:
             yield (self.augmented(x, generator) if augmented else x), y
 
     def augmented(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the batch ``x`` augmented as the data set's settings say."""
+        """Return the batch ``x``, augmented as the data set's settings say."""
         if x.dim() != 4:
             return x
         return loaders.augment(x, generator=generator, **self.augmentation)

@@ -1,9 +1,10 @@
-"""The actions: every way in which something of a client's data can leave it.
+"""The actions: every way in which anything about a client's data can leave it.
 
 Each takes the client, the request and its settings, and returns the reply; none keeps anything
-between calls. A private client answers by the same functions: its gradients are noised releases, it
-measures by noised means, and it tells public properties. Such an action builds what it needs
-without data, lets the guard refuse, rehearses on made-up records, and only then reads records.
+between calls. A private client answers with the same functions: its gradients are noised releases,
+its measurements are noised means, and its properties are public. Such an action builds what it
+needs without data, gives the guard the chance to refuse, rehearses on made-up records, and only
+then reads records.
 """
 
 import platform
@@ -47,7 +48,7 @@ ANSWERS: dict[str, Handler] = {}  # by action
 
 
 def answers(*actions: str) -> Callable[[Handler], Handler]:
-    """Make a function the answer to actions; it gets the client, the request and its settings."""
+    """Register a function as the answer to actions; it gets client, request and its settings."""
 
     def register(handler: Handler) -> Handler:
         ANSWERS.update(dict.fromkeys(actions, handler))
@@ -60,7 +61,7 @@ def answers(*actions: str) -> Callable[[Handler], Handler]:
 def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
     """``query.describe``: identity of the client and size of its data.
 
-    Of a private client's data, what its policy declares.
+    For a private client's data the size is that declared by its policy.
     """
     guard = client.guard
     actions = ACTIONS if guard is None else guard.allowed.actions
@@ -84,16 +85,16 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
 
 @answers("query.commit")
 def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
-    """``query.commit``: keep the run's plan of releases; tell its cost and the steps covered.
+    """``query.commit``: keep the run's plan of releases; report its cost and the steps covered.
 
-    Where a person must approve the plan first, tell by which hash; the same request again is
+    If a person must approve the plan first, the reply has the hash to approve; the same request is
     answered in full once that is done.
     """
     guard, run, sizes = client.private_guard, request.header.run, {}
     with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
         searches = any(planned.stage == "search" for planned in asked.releases)
-        if searches and guard.allowed.needs_approval:  # by a person, who is shown them
+        if searches and guard.allowed.needs_approval:  # the person is shown them
             states = st.network_states(client.network({"name": SUPERNET}))
             sizes = {state: sum(t.numel() for t in states[state].values()) for state in SPLIT_OF}
         guard.commit(run, asked.releases, sizes=sizes)
@@ -119,9 +120,9 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) -> Reply:
     """``query.statistics``: a noised sum over train records of vectors of norm 1.
 
-    By it the server finds mean and deviation of every column of numbers within the ranges that the
-    site declares, or the mean of a backbone's features
-    (:func:`~fednas_flwr.data.statistics.from_release`); one release for all columns.
+    From it the server computes the mean and deviation of every numeric column within the ranges
+    that the site declares, or the mean of a backbone's features
+    (:func:`~fednas_flwr.data.statistics.from_release`). It is one release for all columns.
     """
     guard, num_columns = client.private_guard, client.num_columns
     split = client.data.train
@@ -143,7 +144,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
 
 @answers("query.keep_model")
 def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
-    """``query.keep_model``: the site takes the model and tests it; the results stay there."""
+    """``query.keep_model``: keep the model and test it; the results stay at the site."""
     with before_reading(request.action):
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
@@ -165,13 +166,14 @@ def take_gradients(
 ) -> Reply:
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
-    The sums over a batch of gradients of the weights (train records) or alphas (validation
-    records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
-    server divides; fused, the alphas' sum is scaled to the weights' batch size. Private clients
-    return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
-    2110.11025, Eq. 3 and 4), and the public expected batch size. With sums of weights go buffers.
+    The reply has sums, over a batch, of gradients of the weights (train records), of the alphas
+    (validation records), or of both at the same point. ``num_examples`` is the batch size B_k by
+    which the server divides; if fused, the alphas' sum is scaled to the weights' batch size.
+    Private clients return noised sums over Poisson batches of per-record gradients, each clipped
+    (DP-FNAS, arXiv 2110.11025, Eq. 3 and 4), and the public expected batch size. Buffers go along
+    with sums of weights.
 
-    ``train.network_gradient``: the same of a network's weights, for one step. Each exchange is one
+    ``train.network_gradient``: the same for a network's weights, in one step. Each exchange is one
     step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights that all clients were
     sent, so that secure sums may share its noise.
     """
@@ -229,8 +231,8 @@ def train(client: Client, request: Request, asked: rq.Search | rq.Train) -> Repl
 def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> Reply:
     """``train.candidate``: the shared weights after ``local_steps`` steps on each candidate.
 
-    In private mode they follow from the releases; those beside all paths are as they were sent, or
-    neither sent nor returned.
+    In private mode they follow from the releases. Weights on none of the paths are as they were
+    sent, or neither sent nor returned.
     """
     sgd, paths = asked.weights, asked.candidates
     gradients: opt.Gradients
@@ -240,7 +242,7 @@ def train_paths(client: Client, request: Request, asked: rq.TrainCandidates) -> 
         steps = len(paths) * asked.local_steps
         if client.guard is not None:
             gradients = noised = NoisedGradients(client, request, steps=steps)
-            # Every op on all edges: no path takes more memory than that of the op that takes most.
+            # Every op on all edges: no path takes more memory than that of the most demanding op.
             for path in all_alike(supernet):
                 noised.rehearse("weights", Candidate(supernet, path), "candidate", path)
         else:
@@ -292,10 +294,11 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
     """Return the training speed of each member of a pool, from the weights that were sent.
 
     A member's reward, from 0 to 1, is ``exp(-loss)`` with the mean training loss of the last local
-    epoch, before each step on its batch: a training speed estimate (Ru et al. 2021,
-    arXiv 2006.04492, TSE-E with E = 1). The learning rate is annealed over the local epochs, each
-    of which begins with no momentum; steps in place of epochs count as one epoch. All members see
-    the same batches. Exact clients only: the loss depends on every record that a step has read.
+    epoch, where a batch's loss is taken before the step on it. This is a training speed estimate
+    (Ru et al. 2021, arXiv 2006.04492, TSE-E with E = 1). The learning rate is annealed over the
+    local epochs, each of which begins without momentum; steps in place of epochs count as one
+    epoch. All members see the same batches. Only exact clients compute it, as the loss depends on
+    every record that a step has read.
     """
     with before_reading(request.action):
         pool = request_pool(client, request)
@@ -324,18 +327,18 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     """``train.probe``: the decrease of the validation loss by local training.
 
     FEATHERS, Alg. 2 and 3 without their last line. Each trial trains the same network, a supernet
-    or a derived one, from the same states and with the same draws; the result is discarded. Nothing
-    but the mean over validation records of ``clip(l_before - l_after, -M, M)`` leaves per trial, as
-    ``rewards`` [trials]. The number of validation records, ``num_examples``, is the client's weight
-    in the rewards (Eq. 5).
+    or a derived one, from the same states and with the same draws; the result is discarded. For
+    each trial only the mean over validation records of ``clip(l_before - l_after, -M, M)`` leaves,
+    as ``rewards`` [trials]. The number of validation records, ``num_examples``, is the client's
+    weight in the rewards (Eq. 5).
 
-    In private mode every local step of a trial is a release, booked although its result is
-    discarded: one train record moves the weights and so the loss of all validation records. Given
-    those, the decrease is a sum over validation records of numbers from -M to M, released once per
-    trial.
+    In private mode every local step of a trial is a release. It is booked although its result is
+    discarded, since one train record moves the weights and so the loss of all validation records.
+    Given the weights, the decrease is a sum over validation records of numbers from -M to M,
+    released once per trial.
 
-    Deviations: the text does not clip, its clients try one configuration per message, and its
-    losses are those with batch norm's running statistics, see ``refresh_statistics``.
+    Deviations: the paper does not clip, its clients try one configuration per message, and its
+    losses use batch norm's running statistics, see ``refresh_statistics``.
     """
     bound, split, before = asked.loss_bound, client.data.validation, torch.zeros(0)
     with before_reading(request.action):
@@ -361,7 +364,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     def reward() -> Tensor:
         if client.guard is None:
             return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-        decreases = cache(noised_decreases)  # of the trial: units are asked for part by part
+        decreases = cache(noised_decreases)  # once per trial: units come part by part
         return measures.mean("rewards", split, lambda rows: decreases()[rows], norm=bound)
 
     if client.guard is None:
@@ -406,7 +409,7 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
 
 @answers("evaluate.scores")
 def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Reply:
-    """``evaluate.scores``: noised counts of train and validation records' scores, by class."""
+    """``evaluate.scores``: noised counts, by class, of train and validation records' scores."""
     with before_reading(request.action):
         if client.guard is None or len(client.inputs.class_names) != 2:
             raise ConfigError(
@@ -419,10 +422,10 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
 
 @answers("evaluate.personalised")
 def personalise(client: Client, request: Request, asked: rq.Personalise) -> Reply:
-    """``evaluate.personalised``: test metrics of a network after local training; it is discarded.
+    """``evaluate.personalised``: test metrics after local training; the network is discarded.
 
-    With ``compares`` also what that gains on validation records, if the client has any. The mean of
-    the accuracies is what FDNAS (Zhang et al., 2020, section 4) calls the local accuracy.
+    With ``compares`` the reply also has the gain on validation records, if the client has any. The
+    mean of the accuracies is FDNAS' local accuracy (Zhang et al., 2020, section 4).
     """
     network = client.sent_network(request)
     compares = asked.compares and len(client.data.validation) > 0
@@ -451,7 +454,7 @@ def path_supernet(
 ) -> tuple[space.Supernet, dict[str, set[str]]]:
     """Return the supernet with the states that the request carries.
 
-    Where it is sparse also the names of their tensors, by state.
+    If the request is sparse, the names of their tensors are also returned, by state.
 
     Raises:
         ValueError: A path does not fit the supernet, or the states do not.
@@ -465,7 +468,7 @@ def path_supernet(
 
 
 def _num_records(client: Client, split: str) -> int:
-    """Return the number of records of a split, of a private client the declared one."""
+    """Return the number of records of a split; for a private client, the declared number."""
     if client.guard is not None:
         return client.guard.num_records(split.split("+"))
     return len(client.split(split))
@@ -480,7 +483,7 @@ def _exact_sums(
     precision = getattr(asked, "precision", None) or client.precision
     computed: dict[str, Any] = {"objective": client.objective, "precision": precision}
     if isinstance(asked, rq.TakeNetworkGradient):
-        # A round has many steps: what is drawn must differ between them.
+        # A round has many steps, and their draws must differ.
         purpose = (request.action, client.index, asked.step)
         torch.manual_seed(derive_seed(client.seed, *purpose))
         generator = make_generator(client.seed, *purpose)
@@ -524,9 +527,9 @@ def _step_batches(
     first: int,
     generator: torch.Generator,
 ) -> Iterator[Batch]:
-    """Yield the batches of an exchange: an endless epoch sequence, from the ``first`` one.
+    """Yield the batches of an exchange: an endless sequence of epochs from batch ``first`` on.
 
-    They are augmented by the generator.
+    They are augmented with the generator.
     """
     split = client.split(name)
     drawn: Any = {"seed": client.seed, "purpose": ("batches", name, client.index)}

@@ -1,9 +1,9 @@
-"""Models that return to a site: checked, kept in a folder of the site's choice, and tested there.
+"""Models that return to a site, where they are checked, kept in the site's folder and tested.
 
-A kept model is a folder, named by the model's hash: ``model.safetensors`` as it was signed,
-``MODEL_CARD.md``, ``signature.json``, and ``test.json``, which says how it does on the site's own
-test records and never leaves. A file from a server is tensors and JSON, and nothing of it is
-executed. Main function: :func:`keep`.
+A kept model is a folder, named by the model's hash. It holds ``model.safetensors`` as it was
+signed, ``MODEL_CARD.md``, ``signature.json``, and ``test.json``, the results on the site's own test
+records, which never leave. A file from a server is tensors and JSON; nothing in it is executed.
+Main function: :func:`keep`.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
 from fednas_flwr.protocol import keys, messages
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
 
-STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
-MOST_MODELS = 100  # of a site: a server must not fill its disk
+STATE, DTYPE = "model", "uint8"  # state and dtype in which the file's bytes travel
+MOST_MODELS = 100  # per site: a server must not fill its disk
 CARD_FILE, TEST_FILE, SIGNATURE_FILE = "MODEL_CARD.md", "test.json", "signature.json"
 
 
 def check(client: Client, request: messages.Request, asked: KeepModel) -> Path:
     """Return the folder of a new model's files, under a temporary name, after all checks.
 
-    No record is read, so that a reason may be told.
+    No record is read, so that the reason of a refusal may be sent.
 
     Raises:
-        ConfigError: The site keeps no models or no more of them; or the model is too large, not
-            signed, not readable, or not one for the site's data.
+        ConfigError: The site keeps no models, or no further ones; or the model is too large, not
+            signed, not readable, or not for the site's data.
     """
     if client.kept_models is None:
         raise ConfigError("refused: this site keeps no models.")
@@ -71,7 +71,7 @@ def keep(client: Client, new: Path) -> Path:
     """Test the model in a checked folder and give the folder its name; return its path."""
     write_atomically(new / TEST_FILE, json.dumps(_test(client, new), indent=2) + "\n")
     folder = new.with_name(new.name.split(".")[1])
-    shutil.rmtree(folder, ignore_errors=True)  # the same model, of a run that was resumed
+    shutil.rmtree(folder, ignore_errors=True)  # the same model, from a run that was resumed
     return new.replace(folder)
 
 
@@ -92,7 +92,7 @@ def _read(client: Client, path: Path) -> Model:
         return read_model(path, client.make_network)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a server can put into a file
+    except Exception as error:  # anything that a server can put into a file
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"refused: the model cannot be read ({reason}).") from error
 
@@ -100,7 +100,7 @@ def _read(client: Client, path: Path) -> Model:
 def _test(client: Client, folder: Path) -> dict[str, Any]:
     """Return the model's results on the site's test records, as JSON values.
 
-    Nothing that goes wrong on records may reach the server, by an error as little as by a number.
+    No failure on records may reach the server, neither as an error nor as a number.
     """
     try:
         model = _read(client, folder / MODEL_FILE)

@@ -1,7 +1,7 @@
 """Local training of supernets and of other networks, on exact or noised gradients.
 
-:func:`prepare` reads no record: it checks, rehearses with a private client, and returns what then
-trains the network in place.
+:func:`prepare` reads no record: it checks, rehearses with a private client, and returns a function
+that then trains the network in place.
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +24,7 @@ from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
-Training = Callable[[], tuple[opt.Optimizers, dict[str, float]]]  # trains; tells what was seen
+Training = Callable[[], tuple[opt.Optimizers, dict[str, float]]]  # trains and returns metrics
 
 
 def prepare(
@@ -37,18 +37,18 @@ def prepare(
 ) -> Training:
     """Return a function that trains a network in place: a supernet's search, or its weights alone.
 
-    A search is FEATHERS, Alg. 4, or its private form, which leaves out the look-ahead of line 2,
-    whose weights would carry no noise. In private mode training is DP-SGD (Abadi et al. 2016, arXiv
-    1607.00133, Alg. 1) with momentum on the noised gradients: every step is a release of its own,
-    from which the weights follow. ``clip_norm`` bounds the noised mean, beside the clipping of each
-    record.
+    A search is FEATHERS, Alg. 4, or its private form. The private form omits the look-ahead of line
+    2, whose weights would carry no noise. In private mode training is DP-SGD (Abadi et al. 2016,
+    arXiv 1607.00133, Alg. 1) with momentum on the noised gradients: every step is a release of its
+    own, from which the weights follow. ``clip_norm`` bounds the noised mean, in addition to the
+    clipping of each record.
 
     Args:
         client: The client whose records are read.
-        request: The request; of a private client with the plans of the states that are trained.
-        local: The search or training to make.
-        network: Trained in place.
-        generator: Of exact batches; None makes the request's.
+        request: The request; for a private client, with the plans of the states that are trained.
+        local: The search or training to carry out.
+        network: The network, which is trained in place.
+        generator: Generator of exact batches; None uses the request's.
     """
     purpose = "search" if isinstance(local, LocalSearch) else "weights"
     generator = generator or client.generator(request.header, purpose)
@@ -111,8 +111,8 @@ def _gradients(
     Args:
         client: The client whose records are read.
         request: The request to answer.
-        local: The loop.
-        generator: Of exact batches and their augmentation.
+        local: The local search or training.
+        generator: Generator of exact batches and their augmentation.
     """
     amount, auxiliary_weight = local.amount, local.auxiliary_weight
     augmented = isinstance(local, LocalSearch) or local.augmented
@@ -140,15 +140,16 @@ def _gradients(
 def sent_moments(
     request: Request, network: nn.Module, *, only: Collection[str] | None = None
 ) -> Tensors:
-    """Return the optimisers' moments that a request carries, by name; none if it does not.
+    """Return the optimisers' moments that a request carries, by name; empty if it has none.
 
     Args:
-        request: Of which ``moments`` is read.
-        network: The network that the moments are of.
-        only: The names of those that the request carries; None is all.
+        request: Request whose ``moments`` are read.
+        network: The network to which the moments belong.
+        only: The names of the moments that the request carries; None means all.
 
     Raises:
-        ValueError: They are not of this network, or Adam cannot go on from their numbers of steps.
+        ValueError: They do not belong to this network, or Adam cannot continue from their numbers
+            of steps.
     """
     if MOMENTS not in request.states:
         return {}
@@ -165,12 +166,12 @@ def sent_moments(
 def trained_states(
     network: nn.Module, optimizers: opt.Optimizers, *, without: tuple[str, ...] = ()
 ) -> dict[str, Tensors]:
-    """Return the states of a trained network that hold any tensor, and its moments if they travel.
+    """Return the nonempty states of a trained network, and its moments if they travel.
 
     Args:
-        network: Trained.
-        optimizers: That have trained it.
-        without: States that are left out.
+        network: The trained network.
+        optimizers: The optimisers that have trained it.
+        without: States to omit.
     """
     states = {**network_states(network), MOMENTS: optimizers.moments()}
     return {name: state for name, state in states.items() if state and name not in without}
@@ -181,8 +182,8 @@ def refresh_statistics(
 ) -> None:
     """Estimate batch norm's statistics anew, on one pass over the client's train records.
 
-    Running statistics are far behind the weights after few steps: a loss with them would tell how
-    far, and speak against every configuration that learns fast.
+    After few steps running statistics lag far behind the weights. A loss computed with them would
+    measure this lag, to the disadvantage of every configuration that learns fast.
     """
     if not isinstance(network, Supernet):
         network.drop_path_prob = 0.0  # type: ignore[assignment]
@@ -200,5 +201,5 @@ def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
 
 
 def clipped_decreases(decreases: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return each record's decrease within the bound; one that is not a number counts -bound."""
+    """Return each record's decrease, clipped to the bound; NaN counts as -bound."""
     return decreases.nan_to_num(nan=-bound).clamp(-bound, bound)

@@ -1,4 +1,4 @@
-"""Clients with their release guards, of real sites and of simulated ones."""
+"""Clients of real and simulated sites, with their release guards."""
 
 import hashlib
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, data_settings, dump_config, expanded, names, registry
 from fednas_flwr.settings.incompatible import has_real_sites
 
-# What a private site's node names: its data, how to read it and its id; rules, books, secrets.
+# What a private site's node names: its data, how to read it and its id; policy, ledger, secrets.
 PRIVATE_SITE_KEYS = (
     *("data-path", "dataset", "cache", "data-set"),
     *("policy", "ledger", "ledger-key", "split-key"),
 )
-POLICY_FILE = "policy.yaml"  # of a simulated site
-NO_ROSTER = "0" * 64  # its guard only reads how many sites are honest
+POLICY_FILE = "policy.yaml"  # policy file of a simulated site
+NO_ROSTER = "0" * 64  # a simulated guard reads only the number of honest sites
 
 
 def make_client(
@@ -53,13 +53,13 @@ def make_client(
 
     Args:
         config: The run's configuration.
-        index: From 0 to ``config.clients - 1``.
+        index: Index of the client, from 0 to ``config.clients - 1``.
         data: Result of ``data.prepared.make_data``, shared by the clients of a process.
-        networks: Built networks, shared likewise: clients of a process take turns.
+        networks: Built networks, also shared: clients of a process take turns.
         site: Settings of the node's own configuration, see ``client_app.SITE_KEYS``.
-        guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; those of
+        guard: Result of :func:`make_site_guard` for a ``site`` that names a policy; guards of
             simulated clients are made here.
-        settings: The run's, as the server has sent them; None is all of ``config``.
+        settings: The run's settings as the server has sent them; None means all of ``config``.
 
     Raises:
         ConfigError: A setting does not fit the data, or a private run's real site has no policy.
@@ -84,7 +84,7 @@ def make_client(
         check_unit(guard.allowed.unit, prepared.train)
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    tags = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
+    tags = getattr(config.algorithm, "client_tags", [])  # CFDNAS has them
     client_data = make_client_data(
         prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )
@@ -120,10 +120,10 @@ def make_client(
 
 
 def simulated_properties(config: Config, data: Data) -> dict[int, dict[str, Any]] | None:
-    """Return the properties of all simulated clients by index, None if clients must be asked.
+    """Return the properties of all simulated clients by index; None if clients must be asked.
 
-    A server that simulates clients without privacy divides the records itself, and so knows the
-    properties. This saves time where rounds ask some of the clients only.
+    A server that simulates clients without privacy divides the records itself and so knows the
+    properties. This saves time if rounds ask only some of the clients.
 
     Args:
         config: The run's configuration.
@@ -143,15 +143,15 @@ def simulated_properties(config: Config, data: Data) -> dict[int, dict[str, Any]
 
 
 def make_objective(config: Config, prepared: Prepared, device: torch.device) -> Objective:
-    """Return the objective of training and evaluation; a class without a factor has 1.
+    """Return the objective of training and evaluation; a class without a factor has factor 1.
 
     Args:
-        config: The run's.
-        prepared: Their classes, labels or target count; there may be no record.
-        device: Of the objective's tensors.
+        config: The run's configuration.
+        prepared: Data whose classes, labels or target are used; it may have no record.
+        device: Device of the objective's tensors.
 
     Raises:
-        ConfigError: A factor, or ``evaluation.positive``, is of a class that does not exist; or a
+        ConfigError: A factor, or ``evaluation.positive``, names a class that does not exist; or a
             setting, or the algorithm, is for records with other labels.
     """
     factors, positive = config.training.class_factors, config.evaluation.positive
@@ -188,10 +188,11 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
 
 
 def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:
-    """Return the guard of a node that names a policy, None if it names none; reads no record.
+    """Return the guard of a node that names a policy, else None; no record is read.
 
     Raises:
-        ConfigError: The file is wrong, or the node does not name all else that is its own.
+        ConfigError: The policy file is wrong, or the node does not name everything else that a
+            private site has.
     """
     if "policy" not in site:
         return None
@@ -206,7 +207,7 @@ def make_site_guard(site: Mapping[str, str]) -> ReleaseGuard | None:
 def _simulated_guard(
     config: Config, index: int, records: Records, rows: np.ndarray
 ) -> ReleaseGuard | None:
-    """Return the guard of a simulated private client, None without privacy."""
+    """Return the guard of a simulated private client; None without privacy."""
     privacy = config.dp
     if not privacy:
         return None
@@ -235,10 +236,10 @@ def _simulated_guard(
 
 
 def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
-    """Return the folder of a node's kept models, None if it names none.
+    """Return the folder of a node's kept models; None if it names none.
 
     Raises:
-        ConfigError: It does not say whose.
+        ConfigError: The node does not name the key that must have signed the models.
     """
     if "models" not in site:
         return None
@@ -253,7 +254,7 @@ def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
 def _site_sums(
     config: Config, index: int, site: Mapping[str, str], guard: ReleaseGuard | None
 ) -> SumSite | None:
-    """Return a client's part of secure sums: that of its policy, or of a simulated run."""
+    """Return a client's part of secure sums, from its policy or from a simulated run."""
     if "policy" not in site and not has_real_sites(config):
         return make_sum_site(config, index)
     terms = None if guard is None else guard.allowed.secure_sum
@@ -268,9 +269,9 @@ def _site_sums(
 
 
 def make_sum_site(config: Config, index: int) -> SumSite | None:
-    """Return a simulated client's part of secure sums, None in a run without them.
+    """Return a simulated client's part of secure sums; None in a run without them.
 
-    Its keys lie in the run folder, beside those of all others, from which the roster follows.
+    Its keys are in the run folder, next to those of all others, from which the roster follows.
     """
     if not config.secure_sum:
         return None
@@ -291,7 +292,7 @@ def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
 
 
 def simulated_site(config: Config, index: int) -> Path | None:
-    """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
+    """Return the folder of a simulated site's policy, ledger and key; None without a run folder."""
     assert config.dp
     sites = config.dp.sites
     if sites is not None:
@@ -305,9 +306,9 @@ def simulated_ledger(folder: Path) -> tuple[Path, Path]:
 
 
 def simulated_policy(config: Config, index: int, records: Records, rows: np.ndarray) -> Policy:
-    """Return the policy in a simulated site's file; without one, a policy that lets the run pass.
+    """Return the policy in a simulated site's file, or without one a policy that allows the run.
 
-    Its terms of secure sums are the run's.
+    Its terms of secure sums are those of the run.
     """
     folder = simulated_site(config, index)
     if folder is not None and (folder / POLICY_FILE).exists():
@@ -322,12 +323,12 @@ def simulated_policy(config: Config, index: int, records: Records, rows: np.ndar
 
 
 def num_units(records: Records, rows: np.ndarray) -> int:
-    """Return the number of persons in some rows of records, or else of records."""
+    """Return the number of persons in some rows of records; without persons, that of records."""
     return len(np.unique(records.ids[rows])) if records.by_person else len(rows)
 
 
 def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
-    """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
+    """Return, as YAML, the policy of a simulated site that allows a run's configuration."""
     privacy = config.dp
     assert privacy
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
@@ -336,7 +337,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
         "least_noise_multiplier": names.LEAST_CALIBRATED,
-        "largest_noise_multiplier": 1e6,  # whatever the run's settings ask for
+        "largest_noise_multiplier": 1e6,  # allows whatever the run's settings ask for
         "largest_grad_norm": max(1.0, privacy.retrain.max_grad_norm, *norms),
         "largest_steps": 1_000_000,
         "actions": list(PRIVATE_ACTIONS),
@@ -353,7 +354,7 @@ def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
 
 
 def check_public(config: Config, prepared: Prepared) -> None:
-    """Raise ConfigError for settings by which a private client would reveal its records."""
+    """Raise ConfigError for settings with which a private client would reveal its records."""
     if prepared.uses_own_statistics:
         raise ConfigError(
             "privacy=dp needs public numbers by which a table is standardised: declare "
@@ -365,7 +366,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
     settings = config.dataset
     declared = settings.declared
     if isinstance(settings, data_settings.Npz) and not reads_encoded(settings):
-        declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
+        declared = {"class_names": declared["class_names"]}  # plain arrays have their own form
     missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
     if missing:
         raise ConfigError(
@@ -375,7 +376,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
 
 
 def check_unit(unit: names.Unit, records: Records) -> None:
-    """Raise ConfigError unless records name their persons exactly if the policies ask for it."""
+    """Raise ConfigError unless records name persons if, and only if, the policies ask for it."""
     if unit == names.PERSON and not records.by_person:
         raise ConfigError(
             "the policy has unit: person, but the data does not say whose each record is: set "

@@ -1,9 +1,9 @@
 """Gradients of private clients: noised releases of clipped sums over Poisson batches.
 
 Guarantee: every gradient is one release, as booked. A path or a candidate is drawn from the run's
-seed and what was released before, so given it a step is DP-SGD on one network. What lies beside it
-has no gradient whatever the records are: noise is on the path's own weights, by which a record's
-gradient is clipped, and no other moves.
+seed and from earlier releases; given the path, a step is DP-SGD on one network. Weights outside the
+path have no gradient, whatever the records are: a record's gradient is clipped over the path's own
+weights, noise is added to these, and no others move.
 
 Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 """
@@ -34,23 +34,24 @@ from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
-# Of features [B, ...] and labels [B]; by name ``micro_batch_size``, ``persons`` and ``watch``, see
-# ``clipping.clipped_gradient_sum``.
+# A function of features [B, ...] and labels [B], with keywords ``micro_batch_size``, ``persons``
+# and ``watch``, see ``clipping.clipped_gradient_sum``.
 TakeSum = Callable[..., ClippedSum]
 
 
 class NoisedGradients:
-    """A source of gradients (``search.optimizer_step.Gradients``), each of which is a release.
+    """A source of gradients (``search.optimizer_step.Gradients``); each gradient is a release.
 
-    Each is first tried on made-up records, by the ``rehearse`` methods; they, and the constructor,
-    read no record.
+    Each computation is first tried on made-up records by the ``rehearse`` methods. They and the
+    constructor read no record.
 
     Args:
-        client: With a guard.
-        request: As the guard has admitted it, with releases of ``weights`` or ``alphas``.
-        steps: Steps of the loop.
-        auxiliary_weight: Of an auxiliary head's loss.
-        augmented: Whether images are.
+        client: A client with a guard.
+        request: The request as the guard has admitted it, with releases of ``weights`` or
+            ``alphas``.
+        steps: Number of steps of the loop.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        augmented: True if images are augmented.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class NoisedGradients:
         self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
         self._auxiliary_weight, self._augmented = auxiliary_weight, augmented
-        self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
+        self._sizes: dict[str, int] = {}  # of micro-batches, by kind, from rehearsals
 
     def rehearse(self, state: str, network: nn.Module, *chosen: Any) -> None:
-        """Try a state's gradient; ``chosen`` is all that the server has chosen besides."""
+        """Try a state's gradient; ``chosen`` is everything else that the server has chosen."""
         computation = partial(self._sum_of(state), network.train())
         self._rehearse(state, computation, network, state, *chosen)
 
     def rehearse_gates(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None, *chosen: Any
     ) -> None:
-        """Try the gradient by the gates of some paths, which no drawn ones exceed."""
+        """Try the gradient by the gates of some paths; no drawn path exceeds these."""
         supernet.train()
         if hardware is not None:
             if hardware.costs.per_op_EO.shape != supernet.alphas()[CELL].shape:
@@ -88,18 +89,18 @@ class NoisedGradients:
     def _rehearse(
         self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
     ) -> None:
-        """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
+        """Try a sum; a state uses the smallest micro-batches that any of its sums needs."""
         size = rehearsal.rehearse(self._client, take, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:
-        """Yield as often as was agreed on; each release draws its own records."""
+        """Yield as many times as was agreed; each release draws its own records."""
         yield from repeat(None, self._steps)
 
     def sums(self, state: str, network: nn.Module) -> tuple[Any, float]:
-        """Return a noised sum of gradients, and the expected batch size that it is divided by.
+        """Return a noised sum of gradients, and the expected batch size by which it is divided.
 
-        The sum is tensors by name, or cells where clients share the noise.
+        The sum is tensors by name, or cells if clients share the noise.
         """
         return self._noised(state, partial(self._sum_of(state), network))
 
@@ -107,27 +108,28 @@ class NoisedGradients:
         return self._weight_sum if state == "weights" else self._alpha_sum
 
     def weights(self, network: nn.Module) -> Gradient:
-        """Return the noised mean gradient of the weights that a network computes with.
+        """Return the noised mean gradient of the weights with which a network computes.
 
-        Of a pool of M networks it is one release, too: every member's gradient is clipped to R by
-        itself, so that a record's gradients of all have a joint norm of at most ``sqrt(M) R``, by
-        which noise is scaled. To clip all jointly to ``sqrt(M) R`` would cost the same, and let a
-        member with large gradients take from the others' steps; M releases of their own would need
-        the same noise.
+        For a pool of M networks it is one release, too. Every member's gradient is clipped to R on
+        its own, so that a record's gradients of all members have a joint norm of at most ``sqrt(M)
+        R``, by which noise is scaled. Clipping all of them jointly to ``sqrt(M) R`` would cost the
+        same, but a member with large gradients would shrink the others' steps. M separate releases
+        would need the same noise.
         """
         return self._mean("weights", partial(self._weight_sum, network))
 
     def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
-        """Return the noised mean gradient of the alphas; requests for others are refused."""
+        """Return the noised mean gradient of the alphas; requests for other rules are refused."""
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
         """Return the noised gradient [E, O] of the alphas of drawn paths.
 
-        A record's gradient by the gates of the computed ops becomes one by the alphas, is clipped
-        over all blocks and noised. Noise on other ops' alphas is set to zero: post-processing. The
-        gradient of an additive loss's part knows no record and is added after the noise; the
-        multiplicative form is a factor of every record's loss and so is clipped with it.
+        A record's gradient with respect to the gates of the computed ops is converted into one with
+        respect to the alphas, clipped over all blocks and noised. Noise on other ops' alphas is set
+        to zero, which is post-processing. The gradient of an additive hardware loss depends on no
+        record and is added after the noise. The multiplicative form is a factor of every record's
+        loss and is therefore clipped with it.
         """
         alphas_EO = supernet.alphas()[CELL]
         means = self._mean("alphas", partial(self._gate_sum, supernet, paths_EK, hardware))
@@ -137,11 +139,11 @@ class NoisedGradients:
         return noised_EO.where(moved_EO, 0.0) + self._cost_gradient(supernet, paths_EK, hardware)
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics: they would reveal records."""
+        """Return no metrics, as they would reveal records."""
         return {}
 
     def _mean(self, state: str, take: TakeSum) -> Tensors:
-        """Return the noised sum over a Poisson batch, over the batch's expected size."""
+        """Return the noised sum over a Poisson batch, divided by the batch's expected size."""
         sums, size = self._noised(state, take)
         return {name: total / size for name, total in sums.items()}
 
@@ -164,17 +166,18 @@ class NoisedGradients:
         return sums, self._guard.expected_batch(planned)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
-        """Return the batch of some rows, augmented if it is to be; nobody can foresee the draws.
+        """Return the batch of some rows, augmented if asked for; nobody can foresee the draws.
 
-        They are independent and alike at every position, and augmenting moves whole numbers of a
-        record: so what a record becomes does not depend on its neighbours.
+        The draws are independent and alike at every position, and augmentation only moves whole
+        numbers within a record. The result for a record therefore does not depend on its
+        neighbours.
         """
         x, y = split.batch(rows, self._client.device)
         generator = torch.Generator().manual_seed(secrets.randbits(63))
         return (self._client.augmented(x, generator) if len(rows) and self._augmented else x), y
 
     def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
-        """Return the clipped sum of gradients by the weights that a network computes with.
+        """Return the clipped sum of gradients by the weights with which a network computes.
 
         The members of a :class:`Pool` are clipped one by one.
         """
@@ -197,7 +200,7 @@ class NoisedGradients:
         return clipping.clipped_alpha_gradient_sum(network, x, y, alphas=alphas, **how)
 
     def _terms(self, state: str) -> dict[str, Any]:
-        """Return what a state's gradients are clipped to and weighted by."""
+        """Return the terms by which a state's gradients are clipped and weighted."""
         norm, objective = self._planned[state].max_grad_norm, self._client.objective
         return {"max_norm": norm, "class_factors": objective.class_factors}
 
@@ -218,7 +221,7 @@ class NoisedGradients:
         def losses(output: Output, labels: Tensor) -> Tensor:
             if isinstance(output, Tensor):
                 return objective.plain_losses(output, labels)
-            assert factor is not None  # whose costs the network returns
+            assert factor is not None  # the network returns its costs
             logits, cost_B = output
             return factor(objective.plain_losses(logits, labels), cost_B)
 
@@ -232,7 +235,7 @@ class NoisedGradients:
     def _cost_gradient(
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None
     ) -> Tensor:
-        """Return the gradient [E, O] of an additive loss's cost, zeros without one."""
+        """Return the gradient [E, O] of an additive loss's cost; zeros without one."""
         if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
         return px.cost_gradient(hardware, supernet, paths_EK)

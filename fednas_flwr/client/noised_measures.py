@@ -1,8 +1,9 @@
 """Noised means over all declared records: the losses and accuracies of private clients.
 
-Each is one release of a sum of one vector per record, clipped to the largest norm that it can
-have, by which noise is scaled. What is measured of a record does not depend, in any bit, on what
-stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.mechanism.micro_batches`.
+Each is one release of a sum with one vector per record. A vector is clipped to the largest norm
+that it can have, by which noise is scaled. A record's measurement does not depend, in any bit, on
+the records beside it, and sums of measurements are exact: see
+:mod:`fednas_flwr.privacy.mechanism.micro_batches`.
 
 Tensor suffixes: B rows of a micro-batch, V values.
 """
@@ -26,35 +27,35 @@ from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.search.objective import heads, log_odds
 
-# Of a network's outputs and of labels: values of every record [B, V].
+# A function of a network's outputs and labels: the values of every record [B, V].
 Measure = Callable[[Tensor, Tensor], Tensor]
 
-Values = Callable[[Tensor], Tensor]  # of units, or of rows
-AT_A_TIME = 1024  # units whose vectors are in memory
-METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
+Values = Callable[[Tensor], Tensor]  # a function of units, or of rows
+AT_A_TIME = 1024  # units whose vectors are in memory at a time
+METRICS_NORM = math.sqrt(2)  # norm of a record's (loss / bound, correct), both from 0 to 1
 
 
 class NoisedMeasures:
     """Noised means that answer one request.
 
-    The ``prepare`` methods return functions that read records. They read none themselves: each
+    The ``prepare`` methods return functions that read records. They themselves read none; each
     tries its computation on made-up records.
 
     Args:
-        client: With a guard.
-        request: As the guard has admitted it.
+        client: A client with a guard.
+        request: The request as the guard has admitted it.
     """
 
     def __init__(self, client: Client, request: Request) -> None:
         self._client, self._guard, self._request = client, client.private_guard, request
 
     def mean(self, kind: str, split: Split, values: Values, *, norm: float) -> Tensor:
-        """Return one release: the noised mean over declared units of a vector per unit.
+        """Return one release: the noised mean, over declared units, of one vector per unit.
 
         Args:
-            kind: Of the release.
+            kind: Kind of the release.
             split: Records to measure. A person counts as the mean of all their records.
-            values: Given indices, returns a vector of each record, float64 [N, V].
+            values: Given indices, returns a vector for each record, float64 [N, V].
             norm: Bound to which a unit's vector is clipped; it also scales the noise.
         """
         units = _contributions(kind, split, values, norm=norm)
@@ -62,7 +63,7 @@ class NoisedMeasures:
         return sums[kind] / self._num_examples(kind)
 
     def reply(self, kind: str, means: Tensor) -> Reply:
-        """Return the reply of noised means, which stand for a public number of records."""
+        """Return the reply with noised means, whose weight is a public number of records."""
         return Reply.of(self._num_examples(kind), {kind: {kind: means}})
 
     def prepare_metrics(
@@ -70,8 +71,9 @@ class NoisedMeasures:
     ) -> Callable[[], Reply]:
         """Return a function that releases a network's loss and accuracy, at a threshold.
 
-        A record's loss counts for at most twice that of guessing, and so does one that is not
-        finite; that is the squared range of a number, whose loss is the squared difference.
+        A record's loss counts for at most twice the loss of guessing, and so does a loss that is
+        not finite. For a number, whose loss is the squared difference, the bound is the squared
+        range.
         """
         objective = replace(self._client.objective, threshold=threshold)
         bound = 2 * objective.guessing_loss(len(self._client.inputs.class_names))
@@ -99,7 +101,7 @@ class NoisedMeasures:
         """
         objective, planned = self._client.objective, self._request.releases["scores"]
         positive = objective.positive_class(2)
-        assert positive is not None  # of two classes there is always one
+        assert positive is not None  # with two classes there is always one
 
         def measure(logits: Tensor, y: Tensor) -> Tensor:
             odds_B2 = log_odds(logits.double())
@@ -110,15 +112,15 @@ class NoisedMeasures:
         return lambda: self.sums("scores", split, values, size=2 * BINS)
 
     def sums(self, kind: str, split: Split, values: Values, *, size: int) -> Reply:
-        """Return the reply of one release: the noised sum of a vector per unit, of norm 1 at most.
+        """Return the reply of one release: the noised sum of a vector per unit, of norm at most 1.
 
-        It is clipped to the norm that the client has committed to. In a secure sum clients share
-        the noise.
+        Vectors are clipped to the norm that the client has committed to. In a secure sum clients
+        share the noise.
 
         Args:
-            kind: Of the release.
-            split: As of :meth:`mean`.
-            values: Likewise.
+            kind: Kind of the release.
+            split: As in :meth:`mean`.
+            values: As in :meth:`mean`.
             size: V, the length of a vector.
         """
         planned = self._request.releases[kind]
@@ -128,7 +130,7 @@ class NoisedMeasures:
         return Reply.of(self._num_examples(kind), {kind: released}, like=like)
 
     def prepare_losses(self, network: nn.Module) -> Callable[[], Tensor]:
-        """Return a function: the loss of every validation record, times its class's factor.
+        """Return a function that computes every validation record's loss, times its class's factor.
 
         Its result is float64 [N] on the CPU, in evaluation mode.
         """
@@ -147,12 +149,12 @@ class NoisedMeasures:
     ) -> Callable[[], Reply]:
         """Return a function that releases every candidate's accuracy on validation records, [M].
 
-        Accuracies are shares of the declared number of records. All are one release: the hits of M
-        candidates on one record are a vector of norm sqrt(M) at most.
+        Accuracies are shares of the declared number of records. All accuracies are one release: the
+        hits of M candidates on one record are a vector of norm at most sqrt(M).
 
         Args:
             candidates: M networks in evaluation mode.
-            largest: Candidates which take as much memory as any; they are tried before.
+            largest: Candidates that take as much memory as any; they are tried before.
         """
 
         def correct(logits: Tensor, y: Tensor) -> Tensor:
@@ -172,15 +174,15 @@ class NoisedMeasures:
         measured: Sequence[nn.Module] = (),
         tried: Sequence[nn.Module] = (),
     ) -> Values:
-        """Return a function: the values [N, V] of some rows, by networks in evaluation mode.
+        """Return a function that computes values [N, V] of rows, by networks in evaluation mode.
 
         Args:
-            split: Of the records.
+            split: Split of the records.
             networks: The network to compute with, or all of the following.
-            measure: What is measured.
-            kind: Its name.
-            measured: The networks whose values stand side by side; none is ``networks`` alone.
-            tried: Those that take as much memory as any; none is ``measured``.
+            measure: Computes the values to measure.
+            kind: Name of the measure.
+            measured: The networks whose values are put side by side; if empty, ``networks`` alone.
+            tried: Networks that take as much memory as any; if empty, ``measured``.
         """
 
         def computation(
@@ -218,7 +220,7 @@ class NoisedMeasures:
 def _contributions(
     kind: str, split: Split, values: Values, *, norm: float
 ) -> release_guard.Contributions:
-    """Clipped vectors of records; a person counts as the mean of all their records."""
+    """The clipped vectors of records; a person counts as the mean of all their records."""
 
     def total(units: Tensor) -> ClippedSum:
         vectors = values if split.persons is None else means

@@ -1,8 +1,8 @@
-"""Release of a client that is itself the unit of privacy: its whole update, as one contribution.
+"""Releases of a client that is itself the unit of privacy: its whole update is one contribution.
 
-The client answers as without privacy, by as many local steps as it is asked for, and what that
-moves is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963, Alg. 1, with noise
-by the clients and without sampling of clients).
+The client computes its answer as without privacy, with as many local steps as it is asked for. Its
+update is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963, Alg. 1, with
+noise added by the clients and without sampling of clients).
 """
 
 import math
@@ -25,23 +25,23 @@ from fednas_flwr.protocol.requests import Probe
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, States, network_states, pack
 
-MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
+MOST_CELLS = 2.0**52  # bound on a weight that is sent, on the grid of the sum of its updates
 
 
 def noised_update(
     client: Client, request: Request, exact: Callable[[Client, Request, Any], Reply]
 ) -> Reply:
-    """Return the reply of a client to a request for a trained model or for rewards.
+    """Return a client's reply to a request for a trained model or for rewards.
 
-    Of each state that is trained, what was sent plus the noised difference; a reward is noised by
-    itself. An answer that fails, or is not finite, counts as one that moves nothing, so that
-    no record decides whether there is an answer.
+    For each trained state it has the state that was sent plus the noised difference; each reward is
+    noised on its own. An answer that fails, or is not finite, counts as one that moves nothing, so
+    that no record decides if there is an answer.
 
     Args:
-        client: With a guard, whose policy has the unit ``client``.
+        client: A client with a guard whose policy has the unit ``client``.
         request: The request to answer.
-        exact: Given the client without its guard, request and settings, returns the answer without
-            noise.
+        exact: Given the client without its guard, the request and its settings, returns the answer
+            without noise.
 
     Raises:
         ConfigError: The policy refuses the request, or it does not fit the network; nothing was
@@ -62,7 +62,7 @@ def noised_update(
     def update() -> States:
         try:
             return exact(replace(client, guard=None), request, settings).states
-        except Exception as error:  # whatever it is, the server must not learn of it
+        except Exception as error:  # the server must not learn of any failure
             reason = terminal(f"{type(error).__name__}: {error}")
             said = f"{request.action} has failed, an update of zeros is sent: {reason}"
             print(said, file=sys.stderr)
@@ -94,28 +94,28 @@ def noised_update(
 def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> ClippedSum:
     """Return an update scaled down to a joint norm of at most ``max_norm``, float64.
 
-    One that is not finite becomes zeros.
+    An update that is not finite becomes zeros.
     """
     double = {name: vector.double() for name, vector in update.items()}
     norm = math.hypot(*(float(torch.linalg.vector_norm(v)) for v in double.values()))
     if not math.isfinite(norm):
         double = {name: torch.zeros_like(vector) for name, vector in double.items()}
-    # a little less, so that rounding takes nothing beyond
+    # slightly less, so that rounding does not exceed the bound
     factor = max_norm / norm * (1 - 1e-12) if max_norm < norm < math.inf else 1.0
     return ClippedSum({n: vector * factor for n, vector in double.items()}, norm=max_norm)
 
 
 def _check_sent(base: States, grids: Mapping[str, Grid]) -> None:
-    """Refuse weights so large that float64 could not hold a cell of a secure sum beside them."""
+    """Refuse weights so large that, added to them, a cell of a secure sum is lost in float64."""
     for kind, grid in grids.items():
         most = MOST_CELLS * grid.cell
         largest = max((float(v.abs().max()) for v in base[kind].values() if len(v)), default=0.0)
-        if not largest <= most:  # NaN is not
+        if not largest <= most:  # also refuses NaN
             raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
 
 
 def _sent(request: Request, network: nn.Module) -> tuple[dict[str, Packed], dict[str, str]]:
-    """Return the states to which updates are differences, and all layouts' digests."""
+    """Return the states from which updates are differences, and all layouts' digests."""
     if isinstance(request.settings, Probe):
         rewards = {"rewards": torch.zeros(len(request.settings.trials))}
         return {"rewards": pack(rewards)}, {"rewards": Layout.of(rewards).digest}

@@ -1,8 +1,8 @@
-"""Rehearsals of private computations on made-up records, and the micro-batch sizes that they show.
+"""Rehearsals of private computations on made-up records, and the micro-batch sizes they find.
 
-A result is kept by the client and, as a small file, in the site's cache. It holds for one
-machine, its libraries and threads, and one structure of a network: all of these are its key. Main
-function: :func:`rehearse`.
+A result is kept by the client and, as a small file, in the site's cache. It holds for one machine,
+its libraries and threads, and one network structure; all of these form its key. Main function:
+:func:`rehearse`.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from fednas_flwr.privacy.self_test import Computation, largest_size, made_up_lab
 from fednas_flwr.spaces.latency_tables import machine_name
 
 SELF_TESTS = "self-tests"
-# Beginnings of the names of settings by which kernels are chosen.
+# Prefixes of the names of settings that decide which kernels are used.
 KERNEL_SETTINGS = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_")
-MOST_FILES = 1000  # a server that thinks of ever new networks fills no disk
+MOST_FILES = 1000  # so that a server that sends ever new networks fills no disk
 PASSING = ("drop_path_prob", "training")  # attributes that change between messages
 
 
@@ -34,17 +34,17 @@ def rehearse(
 ) -> int:
     """Compute on made-up records, shaped like the client's; return the micro-batch size to use.
 
-    First a micro-batch of the site's size, of zeros of the last class: once for everything that the
-    server has chosen and on which success could depend, memory included. No computation on records
-    takes more. Then the self-test, which takes the size down to one at which no record changes what
-    is computed of another.
+    The first step is a micro-batch of the site's size, made of zeros of the last class. It runs
+    once for everything that the server has chosen and on which success could depend, including
+    memory; no computation on records takes more. The second step is the self-test. It reduces the
+    size to one at which no record changes what is computed for another.
 
     Args:
-        client: With a guard.
-        computation: Of a micro-batch of any size.
-        network: The network that it computes with.
-        kind: Of the computation; with the network it says by which kernels it is made.
-        chosen: All else that the server has chosen.
+        client: A client with a guard.
+        computation: Computation on a micro-batch of any size.
+        network: The network with which it computes.
+        kind: Kind of the computation; with the network it decides which kernels are used.
+        chosen: Everything else that the server has chosen.
     """
     key = json.dumps([kind, *chosen])
     if key in client.rehearsed:
@@ -64,18 +64,18 @@ def rehearse(
     try:
         computation(x, y, watch=unwatched)
         client.rehearsed[key] = shown_size(known_by, client.cache, test)
-    except RuntimeError as error:  # of torch
+    except RuntimeError as error:  # from torch
         raise ValueError(error) from error
     return client.rehearsed[key]
 
 
 def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> int:
-    """Return the result of a test for this key, from a cache if it has run before.
+    """Return the result of a test for this key, from the cache if it has run before.
 
     Args:
-        key: JSON values: all that the result depends on.
-        cache: The site's cache, whose folder ``self-tests`` holds one file for each key; None keeps
-            no results.
+        key: JSON values of everything on which the result depends.
+        cache: The site's cache, whose folder ``self-tests`` holds one file per key; None keeps no
+            results.
         test: Returns the size.
     """
     text = json.dumps(key)
@@ -92,7 +92,7 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
 
 
 def machine(device: torch.device, threads: int) -> list[Any]:
-    """Return all that decides, beside a network, which kernels torch computes with."""
+    """Return everything besides the network that decides which kernels torch uses."""
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(KERNEL_SETTINGS)}
     return [
         *(machine_name(device), threads, chosen),
@@ -119,7 +119,7 @@ def structure(network: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the attributes of a module that JSON has a form for, and tensors of whole numbers."""
+    """Yield a module's attributes that JSON can represent, and its tensors of whole numbers."""
     for name, value in vars(module).items():
         if not name.startswith("_") and name not in PASSING:
             whole = isinstance(value, Tensor) and not value.is_floating_point()
@@ -128,7 +128,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path, text: str) -> int | None:
-    """Return the size in a file for the key; None if there is none that can be read."""
+    """Return the size in a file for the key; None if there is no readable one."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return int(document["size"]) if document["key"] == text else None

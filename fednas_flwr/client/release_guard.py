@@ -1,11 +1,11 @@
-"""The release guard of private mode: the only way in which anything of a client's data leaves it.
+"""The release guard of private mode: the only way for anything about a client's data to leave it.
 
 A private action asks :meth:`ReleaseGuard.admit` for every kind of release before it reads a record,
 and gets each noised sum from :meth:`ReleaseGuard.release`, which books it first. Requests are not
-trusted: the terms of a release are those that its run has committed to, and what is public (batch
-sizes, rates, weights) comes from the numbers that the policy declares, never from the data. Nor is
-a caller's word for a norm: noise is scaled by the one that comes with the sum, whose type only
-functions that clip return.
+trusted: the terms of a release are those that its run has committed to, and public values (batch
+sizes, rates, weights) come from the numbers that the policy declares, never from the data. Norms
+stated by a caller are not trusted either: noise is scaled by the norm that comes with the sum,
+whose type only functions that clip return.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ from fednas_flwr.settings.parser import parse
 
 
 class Contributions(NamedTuple):
-    """What some units may contribute to one release.
+    """The contributions that some units may make to one release.
 
     Attributes:
-        num_units: Number of records, or persons; the draw alone depends on it.
-        total: Given int64 rows of units, maybe none, returns the sum of one clipped contribution of
-            each.
+        num_units: Number of records or persons; only the draw depends on it.
+        total: Given int64 rows of units, possibly none, returns the sum of one clipped contribution
+            of each.
     """
 
     num_units: int
@@ -49,14 +49,15 @@ class Contributions(NamedTuple):
 
 @dataclass(frozen=True)
 class Commitment:
-    """Commitment of a run, and of a site to it.
+    """The commitment of a run, and of a site to that run.
 
     Attributes:
-        releases: Everything that may be released, at most.
+        releases: The most that may be released.
         assignment: Assignment of records to splits, see :meth:`ReleaseGuard.hold`.
         by_split: True if a release is charged only to the splits that it reads.
-        data_set: The policy's id of the data.
-        sizes: Most values of a release of the search, by kind; of others nothing is said.
+        data_set: Id of the data in the policy.
+        sizes: Largest number of values of a release of the search, by kind; other releases have no
+            limit here.
         unit: Unit of privacy, as the ledger books it.
     """
 
@@ -69,12 +70,12 @@ class Commitment:
 
 
 def read_commitment(text: str) -> Commitment:
-    """Return the commitment that a ledger has kept as text."""
+    """Return the commitment that a ledger keeps as text."""
     return parse(Commitment, json.loads(text), key="commitment")
 
 
 def schedule_hash(run: str, text: str) -> str:
-    """Return the 32 hex digits by which a person approves a run's commitment."""
+    """Return the 32 hex digits with which a person approves a run's commitment."""
     return hashlib.sha256(json.dumps([run, text]).encode()).hexdigest()[:32]
 
 
@@ -84,10 +85,11 @@ def _finite(epsilon: float) -> float | None:
 
 @contextmanager
 def before_reading(action: str) -> Iterator[None]:
-    """Refuse what cannot be computed; inside no record is read, so that the reason may be told.
+    """Refuse what cannot be computed; inside, no record is read, so that the reason may be sent.
 
-    A request that failed on some records and not on others would tell which are there; so whatever
-    can fail is tried in here. The ledger's RuntimeError and OSError are the site's own affair.
+    A request that failed on some records and not on others would reveal which are there. Everything
+    that can fail is therefore tried inside this context. RuntimeError and OSError of the ledger
+    concern only the site.
     """
     try:
         yield
@@ -111,11 +113,11 @@ class ReleaseGuard:
     Args:
         policy: The site's policy.
         ledger: The ledger that books releases.
-        generator: Of masks and noise.
-        data_set: The policy's id of the data that this client holds.
+        generator: Source of masks and noise.
+        data_set: Id, in the policy, of the data that this client holds.
 
     Raises:
-        ConfigError: The policy does not know the id.
+        ConfigError: The policy does not have the id.
     """
 
     def __init__(
@@ -130,18 +132,18 @@ class ReleaseGuard:
         self._commitments: dict[str, Commitment] = {}
 
     def hold(self, assignment: str, id_column: str = "") -> None:
-        """Take note of the assignment of records to splits, before anything is committed to.
+        """Set the assignment of records to splits, before any commitment.
 
         Args:
-            assignment: Of :func:`~fednas_flwr.data.records.assignment_digest`.
-            id_column: Of the records, which says whose each is; empty where nothing does.
+            assignment: Result of :func:`~fednas_flwr.data.records.assignment_digest`.
+            id_column: Column that names the owner of each record; empty if there is none.
         """
         self.unit = booked_unit(self.allowed.unit, id_column)
         self._assignment = self._ledger.fingerprint(self.data_set, assignment)
 
     @property
     def is_secure(self) -> bool:
-        """True if nobody can repeat masks and noise; False with a test seed."""
+        """True if nobody can reproduce masks and noise; False with a test seed."""
         return self._generator.is_secure
 
     @property
@@ -164,23 +166,23 @@ class ReleaseGuard:
         return sum(self.allowed.by_split[split] for split in splits)
 
     def expected_batch(self, planned: PlannedRelease) -> float:
-        """Return the expected size of a Poisson batch, by which sums are divided: public."""
+        """Return the public expected size of a Poisson batch, by which sums are divided."""
         return planned.expected_batch(self.allowed.by_split)
 
     def check_action(self, action: str, data_set: str | None) -> None:
-        """Refuse an action unless the policy allows it, and another data set.
+        """Refuse an action that the policy does not allow, or a different data set.
 
         Raises:
-            ConfigError: A rule is broken; the sentence names it.
+            ConfigError: A rule is broken; the message names it.
         """
         policy = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
         check_action(policy, data_set, action, is_secure=self.is_secure)
 
     def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
-        """Refuse a plan of which the policy refuses a term, or with two of one kind.
+        """Refuse a plan with a term that the policy refuses, or with two releases of one kind.
 
         Raises:
-            ConfigError: A rule is broken; the sentence names it.
+            ConfigError: A rule is broken; the message names it.
         """
         for planned in plan:
             check_planned(self.allowed, planned)
@@ -190,11 +192,11 @@ class ReleaseGuard:
     def commit(
         self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] = {}
     ) -> None:
-        """Keep a run's plan for good; all that it asks for later must be in it.
+        """Keep a run's plan permanently; everything that the run asks for later must be in it.
 
         Args:
             run: Name of the run.
-            plan: All that it may release.
+            plan: Everything that the run may release.
             sizes: See :class:`Commitment`.
 
         Raises:
@@ -211,7 +213,7 @@ class ReleaseGuard:
         self._ledger.commit(run, json.dumps(asdict(commitment), sort_keys=True))
 
     def awaited_approval(self, run: str) -> str | None:
-        """Return the hash that a person must approve before a run gets anything, else None."""
+        """Return the hash that a person must approve before the run gets anything; else None."""
         if not self.allowed.needs_approval or self._ledger.is_approved(run):
             return None
         text = self._ledger.committed(run)
@@ -220,8 +222,8 @@ class ReleaseGuard:
     def epsilons(self, run: str) -> dict[str, dict[str, float | None]]:
         """Return the epsilon of each split at the policy's delta, by accountant; None is infinite.
 
-        Composed are all that other runs have booked on the same budget, and the whole plan that
-        this run has committed to.
+        It composes everything that other runs have booked on the same budget with the whole plan
+        that this run has committed to.
         """
         commitment = self._commitment(run)
         releases = [
@@ -240,7 +242,7 @@ class ReleaseGuard:
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
         """Return the number of steps of each stage of a plan that the remaining budget covers.
 
-        By the filter that enforces it, from ledger, policy and plan alone.
+        It is computed with the filter that enforces the budget, from ledger, policy and plan alone.
         """
         allowed, by_split = self.allowed, self._pays_by_split()
         stages: dict[str, list[Reading]] = {}
@@ -252,7 +254,7 @@ class ReleaseGuard:
     def spent(self) -> float | None:
         """Return the used part of the budget's epsilon, as enforcement counts it.
 
-        None is infinite: the budget has paid for another unit of privacy.
+        None means infinite: the budget has paid for another unit of privacy.
         """
         allowed = self.allowed
         return _finite(self._ledger.spent(allowed.account, self.unit, **allowed.budget))
@@ -260,7 +262,7 @@ class ReleaseGuard:
     def uncounted(self) -> dict[str, list[str]]:
         """Return, as a property, the units of releases under this site's other budgets, if any.
 
-        They may be of the same records, and this budget does not count them.
+        Those releases may be of the same records, and this budget does not count them.
         """
         units = self._ledger.units_of_others(self.allowed.account)
         return {"uncounted": units} if units else {}
@@ -278,16 +280,15 @@ class ReleaseGuard:
         """Return the plan of a kind of release; reads no record and books nothing.
 
         Args:
-            header: Of the request; names run and stage.
-            action: The action asked for.
+            header: Header of the request; it names run and stage.
+            action: The action that was requested.
             kind: One of ``privacy.plan.KINDS``.
             splits: Splits that the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.
 
         Raises:
-            ConfigError: The run has not committed to it, or a rule is broken; the sentence names
-                it.
+            ConfigError: The run has not committed to it, or a rule is broken; the message names it.
         """
         self.check_action(action, self.data_set)
         key = release_key(header.stage, action, kind, splits)
@@ -307,10 +308,10 @@ class ReleaseGuard:
         return planned
 
     def check_size(self, planned: PlannedRelease, run: str, num_values: int) -> None:
-        """Refuse a release of more values than the run has committed to, or its noise is for.
+        """Refuse a release of more values than the run has committed to, or than its noise is for.
 
         Raises:
-            ConfigError: The sentence names the rule.
+            ConfigError: The release has too many values; the message names the rule.
         """
         commitment, kind = self._commitment(run), planned.kind
         sizes = commitment.sizes if commitment and planned.stage == "search" else {}
@@ -321,7 +322,7 @@ class ReleaseGuard:
     def answer(
         self, planned: PlannedRelease, request: Request, units: Contributions
     ) -> Tensors | Cells:
-        """Return :meth:`release`, or :meth:`share` where the plan is that clients share noise."""
+        """Return the result of :meth:`release`, or of :meth:`share` if clients share the noise."""
         if planned.shared:
             return self.share(planned, request.header, units, grid=request.grids.get(planned.kind))
         return self.release(planned, request.header, units)
@@ -330,9 +331,9 @@ class ReleaseGuard:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
         Args:
-            planned: From :meth:`admit`; its noise is not shared.
-            header: Of the request.
-            units: What is summed.
+            planned: Result of :meth:`admit`; its noise is not shared.
+            header: Header of the request.
+            units: The contributions to sum.
 
         Returns:
             float32 tensors on the CPU, by name: the sum plus noise of std ``sigma`` times its norm.
@@ -355,10 +356,10 @@ class ReleaseGuard:
         """Book one step and return this client's sum with its share of a secure sum's noise.
 
         Args:
-            planned: From :meth:`admit`; its noise is shared.
-            header: Of the request.
-            units: What is summed, by contributions of a norm of at most ``max_grad_norm``.
-            grid: Of the secure sum; its range has room for what all clients' noise makes of it.
+            planned: Result of :meth:`admit`; its noise is shared.
+            header: Header of the request.
+            units: The contributions to sum, each of norm at most ``max_grad_norm``.
+            grid: Grid of the secure sum; its range has room for the total with all clients' noise.
 
         Raises:
             BudgetExceededError: The budget does not cover the step; nothing was read.
@@ -374,7 +375,7 @@ class ReleaseGuard:
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
         most = planned.clipped_range(self.allowed.by_split)
         noised = add_shared_noise(
-            total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
+            total.clamp(-most, most),  # before the noise: this moves no two totals further apart
             self._generator,
             noise_multiplier=sigma,
             max_grad_norm=planned.max_grad_norm,
@@ -386,12 +387,12 @@ class ReleaseGuard:
     def _booked_sum(
         self, planned: PlannedRelease, header: Header, units: Contributions
     ) -> tuple[ClippedSum, torch.Tensor, float]:
-        """Book one step, draw its batch; return the sum over it, its values [d], and sigma."""
+        """Book one step and draw its batch; return the sum over it, its values [d], and sigma."""
         allowed, commitment = self.allowed, self._commitment(header.run)
-        assert commitment is not None  # planned is of it
+        assert commitment is not None  # planned belongs to it
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
-        # The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
-        # share alone: ``1 / sqrt(h)`` of it.
+        # The noise of the booked row is that of the sum. Someone who breaks the sum gets a release
+        # with this site's share alone: ``1 / sqrt(h)`` of it.
         terms = allowed.secure_sum if planned.shared else None
         note = "" if terms is None else f" (noise of {terms.honest} sites)"
         entry = Entry(
@@ -415,18 +416,18 @@ class ReleaseGuard:
         return sums, torch.cat(parts), mechanism.noise_multiplier
 
     def _pays_by_split(self) -> bool:
-        """Return whether a release is charged only to the splits that it reads."""
+        """Return True if a release is charged only to the splits that it reads."""
         return self._ledger.is_first(self.allowed.account, self._assignment)
 
     def _reading(self, planned: PlannedRelease, by_split: bool) -> tuple[Release, tuple[str, ...]]:
-        """Return the release of all steps of a plan, and the splits that it is charged to."""
+        """Return the release of all steps of a plan, and the splits to which it is charged."""
         return planned.release(self.allowed.by_split), planned.splits if by_split else SPLITS
 
     def _commitment(self, run: str) -> Commitment | None:
-        """Return the commitment of a run, None if there is none.
+        """Return the commitment of a run; None if there is none.
 
         Raises:
-            ConfigError: The client then held other records, or had them in other splits.
+            ConfigError: At that time the client held other records, or had them in other splits.
         """
         if run not in self._commitments:
             text = self._ledger.committed(run)

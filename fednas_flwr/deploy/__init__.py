@@ -1,1 +1,1 @@
-"""Places of a run: its stages on the server, its clients, and the three runtimes."""
+"""The places where a run is executed: its server, its clients, and the three runtimes."""

@@ -1,17 +1,17 @@
-"""An empirical check of a private run: does the client release what the run commits to.
+"""An empirical check of a private run: do clients release what the run commits to?
 
 A run with these settings is begun, so that its own schedule, strategies and requests are audited,
 whatever the algorithm. Then the real client answers one request of each kind many times, through
-the entrance of every runtime, without records and with canaries: copies of one record whose
-gradient is so large, in all layers at once, that clipping decides what is left of it. Of the
-replies, which are what a server sees, ``privacy/audit.py`` tells
+the same entrance as in every runtime, without records and with canaries. Canaries are copies of one
+record whose gradient is so large, in all layers at once, that clipping decides what is left of it.
+From the replies, as a server sees them, ``privacy/audit.py`` determines
 
-* whether every tensor carries the noise that was committed to, anew in every step;
-* by how much one unit moves a release: by the clipping norm at most, and each unit by itself;
-* how often units are drawn, and whether anew in every step.
+* if every tensor carries the noise that was committed to, anew in every step;
+* how far one unit moves a release: at most by the clipping norm, each unit on its own;
+* how often units are drawn, and if they are drawn anew in every step.
 
-With secure sums the replies are totals of the fewest sites that are summed, of which as many help
-the server, and add nothing, as policies expect.
+With secure sums the replies are totals of the smallest number of sites that is summed. As many of
+these sites as policies expect help the server and add nothing.
 
 Main function: :func:`audit_run`.
 """
@@ -59,27 +59,27 @@ from fednas_flwr.settings import Config, incompatible, with_runtime
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
 
-MOMENTUM = 0.5  # of the audited steps, as Adam's in a search of all ops: two steps are g / 2 + g'
-LOUD = 30.0  # clipping norms of a canary's gradient, at least
-SAMPLES = 24  # replies by the run's own rate
-LEAST_REPLIES, MOST_REPLIES = 8, 200  # without canaries, and as many with them
-LEAST_CANARIES, REPEATED = 8, 500  # of each client at first; values of two steps together
+MOMENTUM = 0.5  # of the audited steps, as of Adam in a search of all ops: two steps are g / 2 + g'
+LOUD = 30.0  # least norm of a canary's gradient, in clipping norms
+SAMPLES = 24  # replies at the run's own rate
+LEAST_REPLIES, MOST_REPLIES = 8, 200  # replies without canaries, and as many with them
+LEAST_CANARIES, REPEATED = 8, 500  # per client at first; values of two steps together
 QUIET = {"sparse": False, "drop_path_prob": 0.0}  # settings of audited requests
 MOMENT_OF = {"weights": ("momentum_buffer", 1.0), "alphas": ("exp_avg", 0.5)}  # over a gradient
-MOST_STEPS = 2000  # that are committed to of each kind
+MOST_STEPS = 2000  # committed steps of each kind
 
 
 def audit_run(config: Config, *, confidence: float = 0.9999) -> list[audit.Finding]:
     """Audit every kind of release of a private run; one finding for each, in their order.
 
     Args:
-        config: With ``privacy=dp``, of clients that are simulated here. Ledgers are in a temporary
-            folder: nothing is booked on real budgets.
-        confidence: Probability with which no honest client is found to have a fault, strictly
-            between 0 and 1.
+        config: Configuration with ``privacy=dp`` and clients that are simulated here. Ledgers are
+            in a temporary folder: nothing is booked on real budgets.
+        confidence: Probability that no fault is found in an honest client, strictly between 0 and
+            1.
 
     Raises:
-        ConfigError: The run is not private, its clients' data lies on other machines, or the
+        ConfigError: The run is not private, its clients' data is on other machines, or the
             confidence is out of range.
         QuorumError: Clients refuse, as they would in the run.
     """
@@ -111,14 +111,14 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[audit.Findi
 
 
 class _AllAskedError(Exception):
-    """Every kind of release of a stage was asked for."""
+    """Raised once every kind of release of a stage was requested."""
 
 
 class _Recorder(SteppedGrid):
-    """Clients that take one step where they are asked for many; keeps the requests.
+    """Clients that take one step when asked for many; the grid keeps the requests.
 
     Attributes:
-        asked: Of each kind of release the request that asks for most kinds at once, by key.
+        asked: For each kind of release, by key, the request that asks for the most kinds at once.
         awaited: The keys that end a stage when all of them were asked for.
     """
 
@@ -132,7 +132,7 @@ class _Recorder(SteppedGrid):
         """Return a client's reply.
 
         Raises:
-            _AllAskedError: It need not be given any more.
+            _AllAskedError: The reply is not needed any more.
         """
         request = decode_request(message.metadata.message_type, message.content)
         if not ACTIONS[request.action].is_public:
@@ -142,7 +142,7 @@ class _Recorder(SteppedGrid):
         return self.after(message, request, 1)
 
     def record(self, request: Request) -> None:
-        """Keep a request unless another one has asked for more kinds."""
+        """Keep a request unless another one asks for more kinds."""
         keys = [
             plan.release_key(request.header.stage, request.action, kind, splits)
             for kind, (splits, _) in self._kinds(request).items()
@@ -187,18 +187,18 @@ def _clients(config: Config, number: int) -> list[Client]:
 
 
 class _Exchange:
-    """One request, which clients answer again and again in committed runs.
+    """One request, which clients answer repeatedly in committed runs.
 
-    Without canaries a client has no record, so that what it releases is noise; with n of them each
+    Without canaries a client has no record, so that its releases are noise. With n canaries each
     split that is read has n units: copies of one record, or persons with two copies each.
 
     Attributes:
-        planned: Of each kind of release that the replies tell.
-        hidden: Of those that they do not tell.
+        planned: Plans of the kinds of release that replies reveal.
+        hidden: Plans of the kinds that they do not reveal.
         by_client: True if a client is one unit.
-        is_probe: True if it is asked for rewards of trainings.
-        two_steps: Weights of the releases of two steps in one reply; None where the run asks for
-            one step at once, or the reply does not tell.
+        is_probe: True if it asks for rewards of trainings.
+        two_steps: Weights of the releases of two steps in one reply; None if the run asks for one
+            step at a time, or the reply does not reveal them.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class _Exchange:
         self._request = replace(request, settings=settings)
         self.is_probe = isinstance(settings, rq.Probe)
         self._draws_paths = getattr(getattr(settings, "local", None), "paths", None) is not None
-        # whether replies are trained models, whose moments give the gradients
+        # True if replies are trained models, whose moments give the gradients
         self._is_trained = ACTIONS[request.action].trains and not self.by_client
         self._honest = len(clients) - (config.secure_sum.colluding if config.secure_sum else 0)
         kinds = ("rewards",) if self.is_probe else plan.KINDS
@@ -233,7 +233,7 @@ class _Exchange:
         self._choose_canary()
 
     def parts(self, kind: str, length: int) -> dict[str, slice]:
-        """Return where the tensors of a kind of release lie in its values."""
+        """Return the places of tensors in the values of a kind of release."""
         if kind not in self._layouts:
             return {kind: slice(0, length)}
         sizes = {name: math.prod(shape) for name, shape, _ in self._layouts[kind].entries}
@@ -241,7 +241,7 @@ class _Exchange:
         return {n: slice(end - sizes[n], end) for n, end in zip(sizes, ends, strict=True)}
 
     def test(self, kind: str, parts: Mapping[str, slice], *, miss: float) -> audit.ReleaseTest:
-        """Return the tests of a kind of release, each of which finds a wrong fault by ``miss``."""
+        """Return the tests of a kind of release; each finds a wrong fault with chance ``miss``."""
         planned, exact = self.planned[kind], self._exact.get(kind)
         assert planned.noise_multiplier is not None
         return audit.ReleaseTest(
@@ -260,28 +260,28 @@ class _Exchange:
         )
 
     def release(self, units: int, *, steps: int = 1, sampled: bool = False) -> dict[str, Tensor]:
-        """Read the sums out of one reply, or total, by kind, in units of the clipping norm [d].
+        """Return the sums in one reply, or total, by kind, in units of the clipping norm [d].
 
         Args:
             units: Canaries of each honest client.
-            steps: How many releases are added up.
-            sampled: True if units are drawn at the run's own rate, and not all of them.
+            steps: Number of releases that are added up.
+            sampled: True if units are drawn at the run's own rate instead of all.
         """
         self._count += 1
         run = self._committed(sampled)
         clients = [self._holding(client, units) for client in self._clients]
         requests = [self._asked(run, i, units, steps=steps) for i in range(len(clients))]
-        with redirect_stderr(io.StringIO()):  # one without records says that it cannot train
+        with redirect_stderr(io.StringIO()):  # without records it reports that it cannot train
             alone = self._request.summed is None
             reply = answer(clients[0], requests[0]) if alone else self._total(clients, requests)
         rates = {k: v.rate(self._records) if sampled else 1.0 for k, v in self.planned.items()}
         return self._values(reply, rates)
 
     def _asked(self, run: str, client: int, units: int, *, steps: int = 1) -> Request:
-        """Return the request to a client that holds so many canaries.
+        """Return the request to a client that holds ``units`` canaries.
 
-        At a learning rate by which updates are 1, and moments are told next to none of; a probe
-        with canaries moves so far that its rewards reach their bounds.
+        Its learning rate is 1 for updates and next to 0 for moments; a probe with canaries moves so
+        far that its rewards reach their bounds.
         """
         lr = 1.0 if self.by_client and not self.is_probe else 1e-30
         if self.is_probe and units:
@@ -290,9 +290,9 @@ class _Exchange:
         return replace(self._request, header=self._header(run, client), settings=settings)
 
     def _choose_canary(self) -> None:
-        """Take a record of the client, with a label and weights by which it moves most.
+        """Choose a record of the client, with the label and weights at which it moves most.
 
-        What the last layer's weights are multiplied by, the gradients of all other layers are, too.
+        A factor of the last layer's weights also multiplies the gradients of all other layers.
         """
         client, settings = self._clients[0], self._request.settings
         parts = (client.data.train, client.data.validation, client.data.test)
@@ -321,7 +321,7 @@ class _Exchange:
         self._request = replace(self._request, states=self._states)
 
     def _sent(self, scale: float) -> dict[str, Packed]:
-        """Return states for the request: of a new network, its last layer's weights scaled."""
+        """Return states for the request: a new network's, with its last layer's weights scaled."""
         client = self._clients[0]
         if isinstance(self._request.settings, rq.TellStatistics):
             return {}
@@ -364,25 +364,25 @@ class _Exchange:
         )
 
     def _holding(self, client: Client, units: int, *, exact: bool = False) -> Client:
-        """Return a client with so many canaries in each split that is read."""
+        """Return a client with ``units`` canaries in each split that is read."""
         persons, rows = None, torch.zeros(8 if self.by_client and units else units).long()
         if client.data.train.persons is not None and not (self.by_client or exact):
             persons = torch.arange(units).repeat_interleave(2)
             rows = torch.zeros(len(persons)).long()
         whole = replace(self._canary, rows=rows, persons=persons)
         none = replace(whole, rows=rows[:0], persons=None if persons is None else persons[:0])
-        firsts = {planned.splits[0] for planned in self._schedule}  # of two that are read together
+        firsts = {planned.splits[0] for planned in self._schedule}  # of splits read together
         read = SPLITS if self.by_client else firsts
         return replace(client, data=ClientData(*(whole if s in read else none for s in SPLITS)))
 
     def _header(self, run: str, client: int) -> Header:
-        header = self._request.header  # its round decides which paths are drawn
+        header = self._request.header  # the round decides which paths are drawn
         return replace(
             header, run=run, phase=self._count, client=client, nonce=secrets.token_hex(8)
         )
 
     def _committed(self, sampled: bool) -> str:
-        """Return a run in which all clients have committed to the releases."""
+        """Return the name of a run in which all clients have committed to the releases."""
         if sampled not in self._runs:
             self._runs[sampled] = run = secrets.token_hex(8)
             for index in range(len(self._clients)):
@@ -390,7 +390,7 @@ class _Exchange:
         return self._runs[sampled]
 
     def _commit(self, run: str, client: int, *, sampled: bool = False, norms: float = 1.0) -> None:
-        """Have a client commit to the releases, with so many of the clipping norms."""
+        """Have a client commit to the releases, with the clipping norm multiplied by ``norms``."""
         planned = tuple(
             replace(
                 planned,
@@ -404,7 +404,7 @@ class _Exchange:
         answer(self._clients[client], Request("query.commit", self._header(run, client), settings))
 
     def mixes_terms(self) -> bool:
-        """Return whether sites are in one secure sum that have committed to other norms."""
+        """Return True if sites with different committed norms take part in one secure sum."""
         if self._request.summed is None:
             return False
         run, summed, contexts = secrets.token_hex(8), self._summed(), set()
@@ -428,7 +428,7 @@ class _Exchange:
     def _values(
         self, reply: Reply, rates: Mapping[str, float], *, exact: bool = False
     ) -> dict[str, Tensor]:
-        """Return by kind the sums that a reply is made of, in units of the clipping norm [d]."""
+        """Return the sums in a reply by kind, in units of the clipping norm [d]."""
         batches = {k: v.num_records(self._records) * rates[k] for k, v in self.planned.items()}
         values = {}
         for kind, planned in self.planned.items():
@@ -498,7 +498,7 @@ class _Exchange:
 
 
 def _fixed(value: Any, lr: float) -> Any:
-    """Return settings by which a reply tells noised sums: nothing decays, is left out or drawn."""
+    """Return settings with which replies reveal noised sums: no decay, no dropping, no draws."""
     if isinstance(value, SGD):
         return SGD(lr, lr, MOMENTUM, 0.0, None)
     if isinstance(value, Adam):
@@ -515,11 +515,11 @@ def _fixed(value: Any, lr: float) -> Any:
 
 
 def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
-    """Yield the finding of each kind that an exchange releases.
+    """Yield the finding for each kind that an exchange releases.
 
     Args:
-        exchange: What clients are asked, again and again.
-        miss: Largest chance of each kind that a fault is found in an honest client.
+        exchange: The exchange, which is repeated.
+        miss: Largest probability, for each kind, that a fault is found in an honest client.
     """
     for planned in exchange.hidden:
         yield audit.Finding(planned.key, "", unseen=("no reply tells it: rewards follow from it",))
@@ -556,18 +556,18 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
 def _amounts(
     exchange: _Exchange, tests: Sequence[audit.ReleaseTest], counts: Sequence[int], *, miss: float
 ) -> audit.Amounts:
-    """Return numbers of replies and canaries that show faults, as far as these may be many.
+    """Return numbers of replies and canaries that reveal faults, within the limits on them.
 
     Args:
-        exchange: What is asked.
-        tests: Of each kind of release.
-        counts: Values with noise of each tensor that has some.
-        miss: Of each test.
+        exchange: The exchange.
+        tests: Tests of each kind of release.
+        counts: Number of values with noise in each tensor that has any.
+        miss: Error probability of each test.
     """
     needed = audit.values_for_half(miss=miss) / min(counts, default=1)
     replies = 2 * math.ceil(min(max(needed, LEAST_REPLIES), MOST_REPLIES) / 2)
     amounts = audit.Amounts(replies, replies, 1 if exchange.by_client else LEAST_CANARIES)
-    if exchange.is_probe:  # noise is told by replies without canaries alone
+    if exchange.is_probe:  # noise is estimated from replies without canaries alone
         amounts = replace(amounts, replies=2 * replies, planted=LEAST_REPLIES)
     while not all(test.is_shown(amounts) for test in tests):
         if exchange.by_client and amounts.planted < MOST_REPLIES:
@@ -581,7 +581,7 @@ def _amounts(
 
 
 def _doubled(exchange: _Exchange, *, least: int) -> list[dict[str, Tensor]]:
-    """Return sums of two steps, enough of them for ``least`` values each; none where none tells."""
+    """Return sums of two steps, enough for ``least`` values each; none if replies hide them."""
     if exchange.two_steps is None:
         return []
     pairs = min(MOST_REPLIES // 2, max(2, math.ceil(REPEATED / least)))

@@ -1,8 +1,8 @@
-"""The Flower app bundle of a run: what the launcher sends, and the check that a site makes of it.
+"""The Flower app bundle of a run: the launcher sends it, and sites check it.
 
-The bundle is what ``flwr build`` makes of the project's root: it only names the two apps of the
-installed package, so no code of ours travels; a site that runs ``sites.executor`` executes nothing
-of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
+The bundle is the output of ``flwr build`` for the project's root. It only names the two apps of the
+installed package, so none of our code travels. A site that runs ``sites.executor`` executes nothing
+in a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import fednas_flwr
 from fednas_flwr.base.errors import ConfigError
 
-CONFIG_KEY = "config-json"  # of Flower's run configuration, as the next two
+CONFIG_KEY = "config-json"  # key of Flower's run configuration, like the next two
 RESUMED_KEY = "resumed"
 OVERRIDES_KEY = "overrides"
 PROJECT_FILE = "pyproject.toml"
@@ -26,11 +26,11 @@ _NOT_READABLE = (
     *(zipfile.BadZipFile, zlib.error, EOFError, ValueError),
     *(NotImplementedError, RuntimeError),  # an unknown compression, a password
 )
-_MOST_FILES, _LARGEST_FILE = 20, 100_000  # ours are few and small; an archive may claim terabytes
+_MOST_FILES, _LARGEST_FILE = 20, 100_000  # our files are few and small; an archive can claim more
 
 
 def checkout() -> Path | None:
-    """Return the project's root if the package stands in it, None if a wheel was installed."""
+    """Return the project's root if the package is in it; None if a wheel was installed."""
     folder = Path(fednas_flwr.__file__).parents[1]
     return folder if _is_project(folder) else None
 
@@ -38,8 +38,8 @@ def checkout() -> Path | None:
 def typed_in() -> Path:
     """Return the project's root in which ``flwr run .`` was typed, else the working directory.
 
-    A SuperLink that Flower has started works where it was started: in a clone, whichever is
-    installed.
+    A SuperLink that Flower has started works in the folder where it was started: in a clone,
+    whichever version is installed.
     """
     here = Path.cwd()
     return here if _is_project(here) else checkout() or here
@@ -60,11 +60,11 @@ def write_bundle(folder: Path) -> Path:
 def check_bundle(fab: bytes) -> None:
     """Refuse a bundle that is not the one of the installed package.
 
-    Compressors differ between machines, so the files are compared, not the archives; and of the
-    project file, which Flower writes anew, the values.
+    Compressors differ between machines, so the files are compared, not the archives. Of the project
+    file, which Flower rewrites, the values are compared.
 
     Args:
-        fab: Flower's bundle as it came, which may be anything.
+        fab: Flower's bundle as received, which may be anything.
 
     Raises:
         ConfigError: A name or byte of a file differs, e.g. because the versions do, or two files
@@ -86,7 +86,7 @@ def bundle_files() -> dict[str, bytes]:
 
 
 def _read_bundle(fab: bytes) -> dict[str, bytes]:
-    """Return the files of a bundle without Flower's list of them; other bytes as they are."""
+    """Return the files of a bundle without Flower's list of them; other bytes unchanged."""
     try:
         with zipfile.ZipFile(io.BytesIO(fab)) as archive:
             items = archive.infolist()
@@ -111,8 +111,8 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 def _values(toml: bytes) -> bytes:
-    """Return a TOML file in one form of writing; other text as it is."""
+    """Return a TOML file in a canonical form; other text unchanged."""
     try:
         return json.dumps(tomllib.loads(toml.decode()), sort_keys=True).encode()
-    except (ValueError, TypeError, RecursionError):  # a date is no JSON, and none of ours
+    except (ValueError, TypeError, RecursionError):  # a date is not JSON, and not ours
         return toml

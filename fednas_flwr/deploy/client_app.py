@@ -1,7 +1,7 @@
 """The Flower ClientApp: decodes a message, lets the action answer, encodes the reply.
 
-A real site with a policy refuses what the policy does not allow before it opens its records; only
-whether noise suits the size of a network is checked once that is built.
+A real site with a policy refuses what the policy does not allow before it opens its records. Only
+the check that noise suits the size of a network follows once the network is built.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fednas_flwr.settings import Config, configuration, dump_config, registry, w
 from fednas_flwr.settings.incompatible import has_real_sites
 
 DATA_PATH = "data-path"
-MOST_ALIVE = 128  # clients of a process that are kept from one message to the next
-# What a site sets for itself with `flower-supernode --node-config`; it overrules the server.
+MOST_ALIVE = 128  # clients that a process keeps from one message to the next
+# Settings of a site, from `flower-supernode --node-config`; they override the server's.
 SITE_KEYS = {
     *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
     *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink", *NODE_KEYS),
@@ -51,8 +51,8 @@ def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ())
 
     Args:
         config_json: The run's configuration, for runtimes in which Flower's run configuration is
-            empty; None reads it from there, or where that has none, from each message.
-        mods: Flower's, or your own, around every answer; the first is the outermost.
+            empty. None reads it from there or, if it is empty, from each message.
+        mods: Flower's or your own mods around every answer; the first is the outermost.
     """
     app, entries = ClientApp(mods=list(mods)), registry.registered()
     for action in ACTIONS:
@@ -67,7 +67,7 @@ def _handler(
     def handle(message: Message, context: Context) -> Message:
         registry.restore(entries)
         keep_freed_memory()
-        # Errors whose text the server may read; of a private client's, refusals.
+        # Errors whose text the server may read; for a private client, only refusals.
         private = "policy" in context.node_config
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
         keys = sorted(SITE_KEYS & context.node_config.keys())
@@ -81,7 +81,7 @@ def _handler(
             kept = len(str(request.summed))
             kept += messages.payload_bytes(message.content) if request.settings.is_kept else 0
             trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
-            safe = () if private else safe  # what follows may tell of the site's own files
+            safe = () if private else safe  # later errors may reveal the site's own files
             text = config_json or str(context.run_config[CONFIG_KEY] or along[CONFIG_KEY])
             if "partition-id" not in context.node_config:
                 raise ConfigError("the node's configuration lacks partition-id=<0, 1, ...>.")
@@ -93,7 +93,7 @@ def _handler(
                 norm = None if ACTIONS[action].is_public else _config(text).search_space.norm
                 request = admit(guard, request, supernet_norm=norm)
             if guard is not None and action in SUM_ACTIONS:
-                if guard.allowed.secure_sum is None:  # its records are not loaded for this
+                if guard.allowed.secure_sum is None:  # the site's records are not loaded for this
                     raise ConfigError("refused: this site takes no part in secure sums.")
                 sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
                 reply = messages.Reply(1.0, properties=answer_sum(sums, request.settings))
@@ -111,7 +111,7 @@ def _handler(
         except BudgetExceededError as error:
             reason = trail.refused(action, request, error, shown=True, private=True)
             return Message(Error(messages.BUDGET_SPENT, reason), reply_to=message)
-        except Exception as error:  # the server must learn why; it drops this client
+        except Exception as error:  # the server must learn the reason; it drops this client
             shown = isinstance(error, safe)  # any other text may quote a record
             reason = trail.refused(action, request, error, shown=shown, private=private)
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
@@ -120,17 +120,17 @@ def _handler(
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:
-    """Return the run's configuration with what the site sets for itself.
+    """Return the run's configuration with the site's own settings.
 
     Args:
-        config: As the server sent it.
+        config: The configuration from the server.
         site: ``data-path``, file or folder of the site's own data, instead of ``dataset.root``;
             ``device`` instead of the run's; ``cache`` instead of ``dataset.cache``; ``dataset``, a
-            file that says how the data is read, which needs a ``cache``. The other keys are for
-            ``client.making.make_client``: ``tag``; ``split-key`` instead of the server's; of
-            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; ``roster``,
-            ``sum-key`` and ``sums`` for secure sums; ``models``, where the site keeps models that
-            return to it, and ``signer``, the public key that must have signed them. ``audit`` and
+            file that says how to read the data, which needs a ``cache``. The other keys are for
+            ``client.making.make_client``: ``tag``; ``split-key`` instead of the server's; for
+            private sites ``policy``, ``data-set``, ``ledger`` and ``ledger-key``; for secure sums
+            ``roster``, ``sum-key`` and ``sums``; ``models``, the folder for models that return to
+            the site, and ``signer``, the public key that must have signed them. ``audit`` and
             ``superlink`` are for the audit trail.
 
     Raises:
@@ -166,24 +166,24 @@ def _data(config_json: str) -> tuple[Data, dict[str, nn.Module]]:
 
 @lru_cache(maxsize=16)
 def _config(config_json: str) -> Config:
-    """Return a run's configuration; a function of its own, which Ray can pickle."""
+    """Return a run's configuration; a separate function, which Ray can pickle."""
     return configuration.load_config(config_json)
 
 
-Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
+Site = tuple[tuple[str, str], ...]  # the SITE_KEYS that a node sets, with their values
 
 
 def _policy_text(site: Site) -> str | None:
     """Return the text of a real site's policy file, read anew so that changes take effect."""
     try:
         return Path(dict(site)["policy"]).read_text(encoding="utf-8")
-    except (KeyError, OSError, UnicodeDecodeError):  # of which making the guard tells
+    except (KeyError, OSError, UnicodeDecodeError):  # making the guard reports these
         return None
 
 
 @lru_cache(maxsize=MOST_ALIVE)
 def _guard(config_json: str, site: Site, policy: str | None) -> release_guard.ReleaseGuard | None:
-    """Return the guard of a real site with a policy, anew for every run and `policy` text."""
+    """Return the guard of a real site with a policy; every run and `policy` text has a new one."""
     return make_site_guard(dict(site))
 
 

@@ -1,7 +1,7 @@
-"""``runtime=deployment``: hand a run to a SuperLink through Flower's own commands.
+"""``runtime=deployment``: submission of a run to a SuperLink through Flower's own commands.
 
-The server app prints its events as lines of the run's log, where :func:`deploy` reads them, so that
-a person sees what an inline run shows. Main function: :func:`deploy`.
+The server app prints its events as lines of the run's log. :func:`deploy` reads them there, so that
+a person sees the same as in an inline run. Main function: :func:`deploy`.
 """
 
 import json
@@ -26,33 +26,33 @@ from fednas_flwr.settings import Config, dump_config, run_settings
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"
-EVENT_MARK = "fednas-event "  # begins the log lines that are events
-SUPERLINK_BACK_S = 600.0  # for a SuperLink that is started again; its runs go on meanwhile
+EVENT_MARK = "fednas-event "  # prefix of log lines that are events
+SUPERLINK_BACK_S = 600.0  # to wait for a SuperLink that restarts; its runs continue meanwhile
 RETRY_S = 2.0
 _LOG_LINES_KEPT = 200
 
 
 def print_event(event: Event) -> None:
     """Write an event as one marked line of the server app's log."""
-    sys.stdout.write(f"{EVENT_MARK}{json.dumps(event)}\n")  # one call: lines stay whole
+    sys.stdout.write(f"{EVENT_MARK}{json.dumps(event)}\n")  # one call, so that lines stay whole
     sys.stdout.flush()
 
 
 def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
-    """Run ``config`` on the SuperLink that ``runtime.superlink`` names, to its end.
+    """Run ``config`` to its end on the SuperLink that ``runtime.superlink`` names.
 
     Args:
-        config: With ``run_dir`` set to an existing folder; on the SuperLink's machine the run
-            folder has the same path.
+        config: Configuration with ``run_dir`` set to an existing folder; the run folder has the
+            same path on the SuperLink's machine.
         listeners: Called with the events that the server app prints.
-        resumed: True if the folder held a run that is continued.
+        resumed: True if the folder holds a run that is to be continued.
 
     Raises:
         ConfigError: The server app found that a setting does not fit.
         QuorumError: Too few clients answered.
-        RuntimeError: A Flower command failed, e.g. because the SuperLink is unknown, or was not
-            reached for ten minutes; or the run did: the message is then the server's error, the
-            cause its log.
+        RuntimeError: A Flower command failed, e.g. because the SuperLink is unknown or was not
+            reached for ten minutes; or the run failed, and then the message is the server's error
+            and the cause its log.
     """
     folder = config.folder
     bundle = write_bundle(folder / BUNDLE)
@@ -73,7 +73,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
                 events.append(event)
                 for listener in listeners:
                     listener(event)
-    except BaseException:  # Ctrl-C as well: without its launcher nobody would stop the run
+    except BaseException:  # also Ctrl-C: without its launcher nobody would stop the run
         with suppress(RuntimeError):
             _flwr_json("stop", run_id, superlink)
         raise
@@ -90,8 +90,8 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
 def write_run_config(path: Path, config: Config, *, resumed: bool) -> Path:
     """Write Flower's run configuration, flat scalars in TOML, and return its path.
 
-    The text of JSON in JSON is ASCII with only quotes and backslashes escaped, which is also a
-    TOML string.
+    JSON encoded once more as a JSON string is ASCII with only quotes and backslashes escaped, which
+    is also a TOML string.
     """
     values = {CONFIG_KEY: dump_config(config), RESUMED_KEY: resumed}
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
@@ -99,7 +99,7 @@ def write_run_config(path: Path, config: Config, *, resumed: bool) -> Path:
 
 
 def read_event(line: str) -> Event | None:
-    """Return the event in a line of the log, None for a line of Flower's own."""
+    """Return the event in a line of the log; None for one of Flower's own lines."""
     if not line.startswith(EVENT_MARK):
         return None
     try:
@@ -109,14 +109,14 @@ def read_event(line: str) -> Event | None:
 
 
 def read_status(listing: dict[str, Any]) -> tuple[str, str]:
-    """Return status, such as ``finished:completed``, and details of ``flwr ls --run-id``."""
+    """Return the status, such as ``finished:completed``, and details from ``flwr ls --run-id``."""
     (run,) = listing["runs"]
     details = str(run["status-details"])
     return str(run["status"]), "" if details == "N/A" else details
 
 
 def _failure(events: list[Event], otherwise: str) -> Exception:
-    """Return the server's error as an inline run would raise it; ``otherwise`` if it told none."""
+    """Return the server's error as an inline run would raise it; ``otherwise`` if it sent none."""
     reasons = [event["reason"] for event in events if event["event"] == "run_finished"]
     reason = str(reasons[-1]) if reasons and reasons[-1] else otherwise
     kind, _, text = reason.partition(": ")
@@ -125,7 +125,7 @@ def _failure(events: list[Event], otherwise: str) -> Exception:
 
 
 def _keep_events(folder: Path, events: list[Event]) -> None:
-    """Write events and report here too when the SuperLink, and its run folder, is elsewhere."""
+    """Write events and report here, too, if the SuperLink and its run folder are elsewhere."""
     file = folder / EVENTS_FILE
     if events and not (file.exists() and events[-1] in read_events(file)):
         with file.open("a") as stream:
@@ -134,9 +134,9 @@ def _keep_events(folder: Path, events: list[Event]) -> None:
 
 
 def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:
-    """Write why the run has ended, where its server was killed before it could write it."""
+    """Write why the run has ended, if its server was killed before it could write this."""
     file = folder / EVENTS_FILE
-    with suppress(ConfigError), occupied(folder):  # by somebody who has continued the run
+    with suppress(ConfigError), occupied(folder):  # occupied if somebody has continued the run
         events = read_events(file) if file.exists() else []
         ends = [event for event in events if event["event"] in ("run_started", "run_finished")]
         if ends and ends[-1]["event"] == "run_started":
@@ -149,7 +149,7 @@ def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:
 def _follow(run_id: str, superlink: str) -> Generator[str]:
     """Yield the lines of a run's log until the run has finished.
 
-    ``flwr log`` begins anew when the connection broke; lines that were seen are passed over.
+    ``flwr log`` starts again if the connection breaks; lines that were seen before are skipped.
     """
     seen, finished = 0, False
     while not finished:
@@ -175,7 +175,7 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
-    """Return status and details of a run; wait for a SuperLink that is away, and say so."""
+    """Return status and details of a run; wait for a SuperLink that is away, and print that."""
     began, has_warned = time.monotonic(), False
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Estimate of a run's cost from a few steps: time, traffic, memory, disk and epsilon.
+"""An estimate of a run's cost from a few steps: time, traffic, memory, disk and epsilon.
 
-Everything is as in the run, in a folder that is removed, but the stages end after their first round
-and the clients take one step of local training where the run takes many; one client takes a few,
-which tell what a step takes. Main function: :func:`estimate`.
+Everything is as in the run, in a folder that is removed afterwards, with two differences: stages
+end after their first round, and clients take one step of local training instead of many. One client
+takes a few steps, from which the time of a step follows. Main function: :func:`estimate`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.settings import Config, dump_config, expanded, incompatible, run_settings
 from fednas_flwr.settings.parser import seconds
 
-FEW = 4  # steps that tell what one takes
+FEW = 4  # steps that are timed
 G = TypeVar("G", bound="SteppedGrid")
 
 
@@ -47,11 +47,11 @@ class StageEstimate:
     """Estimate of one stage.
 
     Attributes:
-        name: ``search``, ``retrain``, or ``others``, networks that are compared.
+        name: ``search``, ``retrain``, or ``others`` for networks that are compared.
         rounds: Number of rounds.
-        round_s: Seconds of the first one.
-        round_bytes: Of its messages' tensors, both directions.
-        checkpoint_bytes: Of the one that it leaves.
+        round_s: Seconds of the first round.
+        round_bytes: Bytes of that round's tensors, in both directions.
+        checkpoint_bytes: Bytes of the checkpoint that it leaves.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StageEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds, if they are like the first."""
+        """Seconds of all rounds if they are like the first."""
         return self.rounds * self.round_s
 
     @property
@@ -76,14 +76,16 @@ class Estimate:
     """Estimate of a run on this machine.
 
     Attributes:
-        stages: In their order.
-        memory_bytes: Peak of this process, which holds server and clients.
-        gpu_bytes: Peak on the GPU; None without one.
-        disk_bytes: Of the checkpoints that stay, as large as those of the first rounds.
-        free_bytes: What the disk of the run's folder has free.
-        privacy: (epsilon, delta) and what they protect; empty without.
-        at_once: Clients that are computed side by side.
-        processes: Of clients, a few more than there are cores, see ``processes.at_once``.
+        stages: Estimates of the stages, in order.
+        memory_bytes: Peak memory of this process, which holds server and clients.
+        gpu_bytes: Peak memory on the GPU; None without one.
+        disk_bytes: Bytes of the checkpoints that are kept, if they are as large as in the first
+            rounds.
+        free_bytes: Free bytes on the disk of the run's folder.
+        privacy: (epsilon, delta) and the unit that they protect; empty without privacy.
+        at_once: Number of clients that are computed side by side.
+        processes: Number of processes of clients, slightly above that of cores, see
+            ``processes.at_once``.
         features: Sizes and times of features of images.
         limit: Seconds that the run may take; infinite without a limit.
     """
@@ -105,13 +107,13 @@ class Estimate:
 
 
 def estimate(config: Config) -> Estimate:
-    """Estimate what a checked configuration would take; leaves nothing but the cache of data.
+    """Return the estimate for a checked configuration; only the cache of data stays behind.
 
     Raises:
-        ConfigError: The clients' data lies on other machines.
+        ConfigError: The clients' data is on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
-    _, factor = config.algorithm.rehearsed(config.search_space.name)  # of the server's own work
+    _, factor = config.algorithm.rehearsed(config.search_space.name)  # for the server's own work
     device, free = make_device(config.runtime.device), run_folder.free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
@@ -147,7 +149,7 @@ def private_terms(config: Config) -> list[str]:
     """Return lines on the noise, batches and learning rate of a private run, with the reasons.
 
     Raises:
-        ConfigError: The run is not private, or its clients' data lies on other machines.
+        ConfigError: The run is not private, or its clients' data is on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
     if not config.dp:
@@ -159,10 +161,10 @@ def private_terms(config: Config) -> list[str]:
 
 @contextmanager
 def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Run, G]]:
-    """Begin a run, and its clients, in a folder that is removed; real budgets pay nothing.
+    """Begin a run and its clients in a folder that is removed afterwards; real budgets pay nothing.
 
     Raises:
-        ConfigError: The clients' data lies on other machines.
+        ConfigError: The clients' data is on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
     if config.runtime.name == "deployment":
@@ -178,7 +180,7 @@ def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Ru
 
 
 def described_at_random(run: Run) -> dict[str, Any]:
-    """Describe the network to retrain: the given one, else a random one of the search space."""
+    """Describe the network to retrain: the given one, else a random one from the search space."""
     genotype = given_genotype(run.config)
     if genotype is None and incompatible.searches(run.config):
         space = supernet_space(run.config, run.prepared)
@@ -187,13 +189,13 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 
 def _moved(config: Config, folder: Path) -> Config:
-    """Return the configuration of the run that is measured, whose folder is made."""
+    """Return the configuration of the run to measure; its folder is created."""
     config, privacy = config.algorithm.whole_search(config), config.dp
     algorithm, _ = config.algorithm.rehearsed(config.search_space.name)
     config = replace(config, algorithm=algorithm)
     if privacy and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
-        if sites.exists():  # whose real budgets pay nothing
+        if sites.exists():  # copied, so that real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
         config = replace(config, privacy=replace(privacy, sites=str(folder / "sites")))
     return run_folder.create_run_folder(replace(config, run_dir=str(folder / "run")))
@@ -212,13 +214,13 @@ def _stage(
 
     Args:
         run: The run.
-        grid: Its clients.
-        name: Of the stage.
-        rounds: Number of its rounds.
-        factor: Of the server's own seconds.
+        grid: The run's clients.
+        name: Name of the stage.
+        rounds: Number of rounds of the stage.
+        factor: Factor of the server's own seconds.
     """
     first = numbers.read_run(run.folder).rounds(name)[0]
-    # the server's own seconds, and those of clients that work at once
+    # the server's own seconds, and those of clients that work at the same time
     round_s = max(0.0, first["seconds"] - grid.spent_s) * factor + sum(
         max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
     )
@@ -229,14 +231,14 @@ def _stage(
 
 
 class SteppedGrid(InProcessGrid):
-    """The clients of a run in this process, each of whose answers may be of few steps."""
+    """The clients of a run in this process, which may answer with fewer steps."""
 
     def __init__(self, config: Config) -> None:
-        """Make them."""
+        """Create the clients."""
         super().__init__(client_app.make_client_app(dump_config(config)), config.clients)
 
     def after(self, message: Message, request: Request, steps: int) -> Message:
-        """Return the reply to a request, decoded from the message, for that many steps."""
+        """Return the reply to a request, decoded from the message, with that number of steps."""
         few = replace(request, settings=request.settings.with_steps(steps))
         states = encode_states(few.states)
         message.content = encode(few.header, few.settings, states, few.statistics, few.summed)
@@ -244,17 +246,17 @@ class SteppedGrid(InProcessGrid):
 
 
 class MeasuringGrid(SteppedGrid):
-    """Clients that take one step where they are asked for many; estimates the time of all steps.
+    """Clients that take one step when asked for many; the grid estimates the time of all steps.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
 
     Attributes:
-        properties: What each client says of itself.
-        clients_s: By exchange what each client would take, in seconds.
-        spent_s: What answering has taken.
-        at_once: Clients that would be computed side by side.
-        processes: In which they would be.
+        properties: Properties that each client states.
+        clients_s: For each exchange, the seconds that each client would take.
+        spent_s: Seconds that answering has taken.
+        at_once: Number of clients that would be computed side by side.
+        processes: Number of processes for them.
     """
 
     def __init__(self, config: Config) -> None:
@@ -283,18 +285,18 @@ class MeasuringGrid(SteppedGrid):
         taken = steps if request.summed is None and steps <= 2 * FEW else 1
         few_s = None
         if taken < steps and request.summed is None and exchange not in self._step_s:
-            self._timed(message, request, 1)  # builds what later ones find
+            self._timed(message, request, 1)  # builds what later calls reuse
             few_s = self._timed(message, request, FEW)[1]
         reply, seconds = self._timed(message, request, taken)
         if few_s is not None:
             self._step_s[exchange] = max(0.0, few_s - seconds) / (FEW - 1)
-        # of a sum each client answers once
+        # in a secure sum each client answers once
         seconds += self._step_s.get(exchange, seconds) * (steps - taken)
         self.clients_s.setdefault(exchange, []).append(seconds)
         self.spent_s += time.monotonic() - began
         return reply
 
     def _timed(self, message: Message, request: Request, steps: int) -> tuple[Message, float]:
-        """Return the reply to a request for that many steps, and the seconds it took."""
+        """Return the reply to a request with that number of steps, and the seconds it took."""
         began = time.monotonic()
         return self.after(message, request, steps), time.monotonic() - began

@@ -1,7 +1,7 @@
-"""All that is changed in Flower, or relied on although it is internal to it: one function a line.
+"""All changes to Flower, and all uses of its internals: one function per line of the table.
 
-Each function takes effect in the process that calls it. It raises AttributeError where Flower has
-no longer what it replaces: better no process than one without its protection. flwr is pinned to
+Each function takes effect in the process that calls it. It raises AttributeError if Flower no
+longer has what it replaces: better no process than one without its protection. flwr is pinned to
 the minor versions ``VERSIONS``, with which all this is tested (``scripts/test_flower.sh``).
 
 =========================  =============================================  =========================
@@ -34,8 +34,8 @@ begin_task                 ``TaskIdentity``, which Flower's processes     messag
 set_message_id             ``Metadata._message_id``, which a grid sets    replies name no request
 =========================  =============================================  =========================
 
-``sites.executor`` calls ``run_clientapp`` and ``deploy.deployment`` the command ``flwr``:
-they change nothing. Nothing is imported here before it is needed, so that commands start fast.
+``sites.executor`` calls ``run_clientapp``, and ``deploy.deployment`` calls the command ``flwr``;
+they change nothing. Modules are imported here only when needed, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 Call = Callable[..., None]
 VERSIONS = ("1.41", "1.42")
-CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
+CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # error code of a reply
 _ALONG = "fednas.along"
 
 
 def guard_superlink(serve: Call) -> None:
-    """Have ``serve(run, app=..., ...)`` called in place of ``uvicorn.run(app=..., ...)``."""
+    """Have ``serve(run, app=..., ...)`` called instead of ``uvicorn.run(app=..., ...)``."""
     import uvicorn
 
     _wrap(uvicorn, "run", lambda run: lambda **settings: serve(run, **settings))
@@ -70,9 +70,10 @@ def guard_superlink(serve: Call) -> None:
 def let_be_missed(state: type[LinkState], away_s: float) -> None:
     """Make nodes that come back wait until they have been away for ``away_s``.
 
-    A SuperNode keeps the messages that it has taken in memory: when it ends, they stay unanswered.
-    Flower gives a server app an error in their place if it asks while the node is away. A node that
-    is started again at once, as by ``systemctl restart``, would be waited for until the deadline.
+    A SuperNode keeps the messages that it has fetched in memory; when it ends, they stay
+    unanswered. Flower gives a server app an error in their place if it asks while the node is away.
+    If a node were restarted at once, as by ``systemctl restart``, the server app would wait for it
+    until the deadline.
     """
 
     def waiting(activate: Callable[..., bool]) -> Callable[..., bool]:
@@ -101,9 +102,10 @@ def give_up_replies(make_store: Callable[[Any], Any]) -> None:
 
 
 def ask_sooner(pace: Callable[[float], float]) -> None:
-    """Have a SuperNode wait for ``pace(seconds)``, in seconds, where Flower waits for ``seconds``.
+    """Have a SuperNode wait for ``pace(seconds)`` seconds wherever Flower waits for ``seconds``.
 
-    These are 3 before it asks for a message again, .5 before it looks for a reply again.
+    Flower waits for 3 s before it asks for a message again, and .5 s before it looks for a reply
+    again.
     """
     from flwr.supernode import start_client_internal
 
@@ -114,7 +116,7 @@ def ask_sooner(pace: Callable[[float], float]) -> None:
 
 
 def start_clients_by(start: Callable[[ExecutionSpec], None]) -> None:
-    """Have an executor start its processes for client apps by ``start``, and no other processes."""
+    """Have an executor start processes for client apps with ``start``, and no other processes."""
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
     from flwr.supercore.superexec.executor.types import LaunchResult
@@ -131,7 +133,7 @@ def start_clients_by(start: Callable[[ExecutionSpec], None]) -> None:
 def answer_with(
     load_app: Callable[[str, str, str], Callable[..., Message]], check: Callable[[bytes], None]
 ) -> None:
-    """Have a client process answer by ``load_app``, whatever it is told to install and load.
+    """Have a client process answer with ``load_app``, whatever it is told to install and load.
 
     Args:
         load_app: Given id, version and hash of a run's bundle, returns the app.
@@ -144,10 +146,11 @@ def answer_with(
 
 
 def finish_only_with_a_reply() -> None:
-    """Let a client process that is stopped look like one that was killed.
+    """Make a client process that is stopped look like one that was killed.
 
-    Flower's SuperNode answers in the place of the latter after a minute. The former reports that it
-    has finished, and the SuperNode would wait for its reply, and take no other message, for ever.
+    After a minute Flower's SuperNode answers in place of a killed process. A stopped process
+    reports that it has finished, and the SuperNode would wait for its reply for ever and take no
+    other message.
     """
     from flwr.supernode.runtime import run_clientapp
 
@@ -184,13 +187,13 @@ def send_along(grid: Grid, values: dict[str, str]) -> None:
 
 
 def take_along(message: Message) -> dict[str, str]:
-    """Take out of a message what :func:`send_along` has put into it."""
+    """Remove from a message, and return, the values that :func:`send_along` has added."""
     record = message.content.pop(_ALONG, None)
     return {} if record is None else {key: str(value) for key, value in record.items()}
 
 
 def begin_task(node_id: int) -> None:
-    """Say that this process is task 1 of run 1 at a node: messages take their sender from it."""
+    """Declare this process task 1 of run 1 at a node, from which messages take their sender."""
     from flwr.supercore.task_identity import TaskIdentity
 
     _wrap(TaskIdentity, "_task_id", lambda _: 1)
@@ -204,9 +207,9 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def _wrap(owner: object, name: str, make: Callable[[Any], Any]) -> None:
-    """Set an attribute of ``owner`` to what ``make`` returns for the present one.
+    """Set an attribute of ``owner`` to the result of ``make`` for its present value.
 
     Raises:
-        AttributeError: There is none: this is another Flower.
+        AttributeError: There is no such attribute: this is another version of Flower.
     """
     setattr(owner, name, make(getattr(owner, name)))

@@ -1,13 +1,13 @@
-"""Flower Grids whose clients run here, or in workers: actors of Ray or processes of this machine.
+"""Flower Grids whose clients run here or in workers: actors of Ray or processes of this machine.
 
-In actors of Ray, what the messages of one exchange share, their arrays, is put into Ray's object
-store once, unless it is small: it travels once to each machine. Machines do not add up their
-actors' replies before these travel, since adding a float reply costs the server 1.6 ms, and on the
+For actors of Ray, the arrays that the messages of one exchange share are put into Ray's object
+store once, unless they are small. They travel to each machine once. Machines do not add up their
+actors' replies before these travel: adding a float reply costs the server 1.6 ms, and on the
 integer grid, where any order gives the same bits, it would cost 22 ms. The server adds replies in
 the order of clients.
 
-Main functions: :class:`InProcessGrid`, :func:`ray_grid`, and :func:`check_cluster`, which is asked
-before a run begins whether its Ray cluster or SuperLink is there.
+Main functions: :class:`InProcessGrid`, :func:`ray_grid`, and :func:`check_cluster`, which checks
+before a run begins that its Ray cluster or SuperLink is available.
 """
 
 import json
@@ -44,17 +44,17 @@ SERVER_NODE_ID = 1
 
 
 class InProcessGrid(Grid):
-    """Calls the ClientApp when a reply is pulled, one client per pull, in the order of pushing.
+    """A grid that calls the ClientApp when a reply is pulled: one client per pull, in push order.
 
-    So the server reduces each reply before the next one exists. A client cannot be interrupted: a
-    deadline takes effect between clients.
+    The server therefore reduces each reply before the next one exists. A client cannot be
+    interrupted; a deadline takes effect between clients.
 
     Args:
-        client_app: Answers every message.
+        client_app: App that answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
 
     Attributes:
-        seconds: The time that each message's answer took, by the message's id.
+        seconds: Seconds that the answer to each message took, by the message's id.
     """
 
     server_node_id = SERVER_NODE_ID
@@ -107,13 +107,13 @@ class InProcessGrid(Grid):
         return list(numbered)
 
     def number(self, message: Message) -> str:
-        """Give a message its id, and return that."""
+        """Give a message its id and return the id."""
         self._num_messages += 1
         flower_patches.set_message_id(message, str(self._num_messages))
         return str(self._num_messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Let the first client that still has to answer do so, and return its reply."""
+        """Let the first client that has yet to answer do so, and return its reply."""
         for message_id in message_ids:
             message = self._messages.pop(message_id, None)
             if message is not None:
@@ -124,7 +124,7 @@ class InProcessGrid(Grid):
         return []
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Answer these messages no more: replies would be too late."""
+        """Do not answer these messages any more: replies would be too late."""
         for message_id in message_ids:
             self._messages.pop(message_id, None)
 
@@ -138,16 +138,16 @@ class InProcessGrid(Grid):
     def answer_apart(
         self, messages: Sequence[Message], *arrays: Mapping[str, ArrayRecord]
     ) -> list[Message]:
-        """Return the replies to messages whose arrays are apart, by their names.
+        """Return the replies to messages whose arrays are given separately, by their names.
 
-        This is what workers do, one after the other, each in a process of its own.
+        Workers use this, each in its own process, for one message after the other.
         """
         for message, its in zip(messages, arrays, strict=True):
             message.content.update(its)
         return [self.answer(message) for message in messages]
 
     def answer(self, message: Message) -> Message:
-        """Return the reply of the client that a message is for."""
+        """Return the reply of the client to which a message is addressed."""
         context = self._contexts[message.metadata.dst_node_id]
         try:
             return self._client_app(message, context)
@@ -156,14 +156,14 @@ class InProcessGrid(Grid):
             return Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
 
 
-FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes where there is none
+FLOWERS_OWN = {"local", "supergrid"}  # in the file that Flower writes if there is none
 CONNECTS_S, ANSWERS_S = 4.0, 12.0
 
 Nodes = tuple[tuple[float, float], ...]  # CPUs and GPUs of each machine
 
 
 def places(runtime: RayRuntime, nodes: Nodes) -> int:
-    """Return the number of clients that a cluster's machines hold at a time by ``runtime``."""
+    """Return the number of clients that fit on a cluster's machines at a time, by ``runtime``."""
 
     def fits(cpus: float, gpus: float) -> int:
         by_gpus = gpus / runtime.client_gpus if runtime.client_gpus else math.inf
@@ -172,7 +172,7 @@ def places(runtime: RayRuntime, nodes: Nodes) -> int:
     return sum(fits(cpus, gpus) for cpus, gpus in nodes)
 
 
-# In a process of its own: Ray waits for a silent cluster for ever.
+# In a separate process, as Ray waits for a silent cluster for ever.
 _ASK = """
 import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="critical")
@@ -182,7 +182,7 @@ print(json.dumps([[node.get("CPU", 0), node.get("GPU", 0)] for node in nodes]))
 
 
 def check_cluster(config: Config) -> None:
-    """Raise ConfigError for an unknown SuperLink, or a Ray that has no place for a client."""
+    """Raise ConfigError for an unknown SuperLink, or a Ray cluster without room for a client."""
     runtime = config.runtime
     if isinstance(runtime, Deployment):
         _check_superlink(str(runtime.superlink))
@@ -200,7 +200,7 @@ def check_cluster(config: Config) -> None:
 
 
 def _check_superlink(name: str) -> None:
-    """Refuse a SuperLink that Flower's configuration does not name, or would not when made."""
+    """Refuse a SuperLink that Flower's configuration, once created, does not name."""
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"].items()
@@ -250,44 +250,43 @@ def _nodes(address: str) -> Nodes:
 
 
 POLL_S = 1.0
-AGAIN_S = 1.0  # after which another worker is started where one could not be
-AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
-SHORT_S = 0.2  # longest work of several messages that a worker takes at once
-STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
-REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
+AGAIN_S = 1.0  # time until another try if a worker could not be started
+AHEAD = 4  # messages per worker, from the head of the queue, in which it looks for its clients'
+SHORT_S = 0.2  # longest total work of messages that a worker takes at once
+STORED_BYTES = 100_000  # smaller arrays travel with each message, which is faster in Ray
+REPLY_BYTES = 4_000_000  # smaller replies bypass the store, which saves a tenth of a small round
 DIED = "the client's process has died, perhaps for want of memory"
 
-Taken = list[tuple[Message, Any]]  # messages without their arrays, and these
+Taken = list[tuple[Message, Any]]  # pairs of a message without its arrays, and the arrays
 Answer = Callable[[Taken], list[Message]]
 
 
 class WorkerGrid(InProcessGrid):
-    """Hands messages to workers, a thread for each; replies come as they are ready.
+    """A grid that gives messages to workers, one thread each; replies come as they are ready.
 
-    A worker takes the next message when it is idle: near the head of the queue rather that of a
+    An idle worker takes the next message. Near the head of the queue it prefers a message for a
     client that it has answered before, whose records and networks are in its memory. So no message
-    waits while a worker is idle, and the server need not hold many replies. Of messages that have
-    lately taken milliseconds it takes several, fewer as the queue gets shorter (guided
-    self-scheduling, Polychronopoulos and Kuck, 1987). A worker that dies gives errors in place of
-    the replies that it worked on, and another is started in its place. It takes part as soon as it
-    is there.
+    waits while a worker is idle, and the server need not hold many replies. If such messages have
+    lately taken milliseconds, it takes several, fewer as the queue gets shorter (guided
+    self-scheduling, Polychronopoulos and Kuck, 1987). If a worker dies, the replies that it worked
+    on become errors, and another is started in its place. It joins as soon as it is ready.
 
     Args:
-        client_app: Answers every message.
+        client_app: App that answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
-        number: Of workers.
-        start: Starts a worker, waits until it is there, and returns what it answers by; both raise
-            :class:`LostError`.
-        put: Makes of arrays, which many messages may share, what goes to workers in their place.
+        number: Number of workers.
+        start: Starts a worker, waits until it is ready, and returns the function with which it
+            answers; both raise :class:`LostError`.
+        put: Converts arrays, which many messages may share, into what is sent to workers instead.
 
     Attributes:
-        num_workers: How many there are now.
-        has_failed: True if one could not be started.
-        threads: Of the workers that have been started.
+        num_workers: Current number of workers.
+        has_failed: True if a worker could not be started.
+        threads: Threads of the workers that have been started.
         has_ended: True if no worker is to answer any further message.
     """
 
-    alone = False  # where no worker can be started, messages wait for this process, and do not fail
+    alone = False  # if no worker can be started, messages wait for this process instead of failing
 
     def __init__(
         self,
@@ -301,10 +300,10 @@ class WorkerGrid(InProcessGrid):
         """Begin without workers."""
         super().__init__(client_app, num_clients)
         self._number, self._start, self._put = number, start, put
-        self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
+        self._queue: dict[str, tuple[Message, Any]] = {}  # message without arrays, and the arrays
         self._awaited, self._replies = set[str](), dict[str, Message]()
-        self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
-        self._pace: dict[str, float] = {}  # that a message of an action has last taken
+        self._before: dict[int, int] = {}  # last thread to take a message for a client's node
+        self._pace: dict[str, float] = {}  # seconds that an action's last message took
         self._changed = threading.Condition()
         self.threads: list[threading.Thread] = []
         self.num_workers, self.has_failed, self.has_ended = 0, False, False
@@ -316,7 +315,7 @@ class WorkerGrid(InProcessGrid):
             self.threads[-1].start()
 
     def close(self) -> None:
-        """Have workers answer no further message."""
+        """Stop workers from answering further messages."""
         with self._changed:
             self.has_ended = True
             self._changed.notify_all()
@@ -336,7 +335,7 @@ class WorkerGrid(InProcessGrid):
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; waits a second for the first."""
+        """Return the replies that have arrived; waits a second for the first."""
         wanted = list(message_ids)
         with self._changed:
             self._changed.wait_for(lambda: not self._replies.keys().isdisjoint(wanted), POLL_S)
@@ -351,7 +350,7 @@ class WorkerGrid(InProcessGrid):
                 self._replies.pop(one, None)
 
     def _work(self) -> None:
-        """Let a worker answer messages, and another one when it has died."""
+        """Let a worker answer messages; replace it when it has died."""
         while not self.has_ended:
             worker = None
             with suppress(LostError):
@@ -373,7 +372,7 @@ class WorkerGrid(InProcessGrid):
             self.num_workers += more
 
     def _next(self, timeout: float | None, *, several: bool = False) -> Taken:
-        """Take the next message for this thread; none at the end, or if there is none in time."""
+        """Take the next messages for this thread; none at the end, or if none comes in time."""
         thread = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.has_ended, timeout)
@@ -390,7 +389,7 @@ class WorkerGrid(InProcessGrid):
             return taken
 
     def _keep(self, taken: Taken, worker: Answer | None) -> bool:
-        """Keep a worker's replies, or why there are none; True if the worker lives."""
+        """Keep a worker's replies, or the reason for their absence; True if the worker is alive."""
         lives, started = True, time.monotonic()
         try:
             if worker is None:
@@ -413,7 +412,7 @@ class WorkerGrid(InProcessGrid):
 
 
 def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
-    """Return a message without the arrays of its content, and these by their names."""
+    """Return a message without the arrays of its content, and the arrays by name."""
     arrays = {name: r for name, r in message.content.items() if isinstance(r, ArrayRecord)}
     small = copy(message)
     small.content = RecordDict({n: r for n, r in message.content.items() if n not in arrays})
@@ -424,12 +423,13 @@ def without_arrays(message: Message) -> tuple[Message, dict[str, ArrayRecord]]:
 def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> Iterator[WorkerGrid]:
     """Start Ray, or join the cluster that ``runtime`` names, and leave it at the end.
 
-    As many clients answer at a time as the machines hold ``client_cpus`` and ``client_gpus``.
+    The number of clients that answer at a time follows from the machines' resources,
+    ``client_cpus`` and ``client_gpus``.
 
     Args:
-        client_app: Answers every message.
+        client_app: App that answers every message.
         num_clients: Number of clients.
-        runtime: What one client takes, and where.
+        runtime: Resources of one client, and the cluster.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray = import_module("ray")
@@ -437,7 +437,7 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
     if runtime.ray_address is None:
         settings["include_dashboard"] = False
         settings["_system_config"] = {"max_direct_call_object_size": REPLY_BYTES}
-    # null would join what RAY_ADDRESS or a file in /tmp/ray names, be it there or not
+    # null would join the cluster that RAY_ADDRESS or a file in /tmp/ray names, available or not
     ray.init(address=runtime.ray_address or "local", **settings)
     make_actor = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)(
         InProcessGrid
@@ -450,7 +450,7 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
                 raise LostError
         try:
             return ray.get(reference)
-        except ray.exceptions.RayTaskError:  # it has raised, and lives
+        except ray.exceptions.RayTaskError:  # it has raised an error but is alive
             raise
         except ray.exceptions.RayError as error:
             raise LostError from error

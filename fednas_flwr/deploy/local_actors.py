@@ -1,8 +1,9 @@
 """Processes of this machine for the clients of a run.
 
-Clients of a run are answered by workers, about as many as there are cores. The command line's are
-forked at once; a run from Python begins in one process, and starts them once its clients have taken
-longer than starting others would. Replies have the same bits wherever a client answers.
+The clients of a run are computed by workers, about as many as there are cores. The command line
+forks its workers at once. A run from Python begins in one process, and starts workers once its
+clients have taken longer than starting workers would. Replies have the same bits wherever a client
+answers.
 
     python -m fednas_flwr.deploy.local_actors
 """
@@ -24,17 +25,17 @@ from fednas_flwr.deploy.grids import InProcessGrid, Taken, WorkerGrid
 from fednas_flwr.settings import Config, dump_config, registry
 from fednas_flwr.settings.configuration import load_config
 
-PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
+PATIENCE_S = 5.0  # for a run in one process; starting others takes about as long
 
 
 def main() -> None:
-    """Import what clients need, and fork what is asked for."""
-    import_module("fednas_flwr.deploy.whole_run")  # and so all that clients need
+    """Import everything that clients need, and fork processes on request."""
+    import_module("fednas_flwr.deploy.whole_run")  # imports everything that clients need
     serve_forks(sys.argv[1:])
 
 
 def side_by_side(config: Config) -> int:
-    """How many clients a run on this machine computes at a time, in processes of their own or 1."""
+    """Number of clients that a run on this machine computes at a time; above 1 in processes."""
     number = min(config.clients, cores() // config.runtime.threads)
     on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
@@ -43,7 +44,7 @@ def side_by_side(config: Config) -> int:
 
 @contextmanager
 def local_grid(config: Config) -> Iterator[InProcessGrid]:
-    """The grid of a run on this machine, with further processes where they can help."""
+    """The grid of a run on this machine, with further processes if they can help."""
     text = dump_config(config)
     app, sent = make_client_app(text), registry.packed(partial(_answer, text))
     if side_by_side(config) == 1 or sent is None:
@@ -71,16 +72,16 @@ def _clients(config_json: str) -> InProcessGrid:
 
 
 class LocalGrid(WorkerGrid):
-    """Forks workers at once where that is quick, else answers here until it has taken a while."""
+    """A grid that forks workers at once if that is quick, else answers here for a while first."""
 
     alone = True
     _spent_s = 0.0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; where there will be no workers, that of one client."""
+        """Return the replies that have arrived; if there will be no workers, that of one client."""
         if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
             self.begin()
-            # The other is of torch, parts of which this thread may be importing.
+            # The other module belongs to torch, parts of which this thread may be importing.
             threading.Thread(target=import_module, args=LATER[:1], daemon=True).start()
         soon = is_warm() and not self.has_failed
         if not (self.num_workers or soon) and (taken := self._next(0.0)):

@@ -1,8 +1,8 @@
 """The Flower ServerApp: finds the configuration and runs the stages on the grid it is given.
 
-``fednas run runtime=deployment`` sends the configuration. ``flwr run`` sends overrides at most:
-with them it is composed here, for the nodes that the federation has. :func:`launch` starts a run in
-any of the three runtimes; all end in :func:`serve`.
+``fednas run runtime=deployment`` sends the configuration. ``flwr run`` sends at most overrides,
+with which the configuration is composed here for the nodes of the federation. :func:`launch` starts
+a run in any of the three runtimes; all end in :func:`serve`.
 """
 
 import shlex
@@ -26,7 +26,7 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
 from fednas_flwr.settings import Config, configuration, dump_config, run_settings
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
-APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
+APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # for a federation's nodes
 SITES = "partition=sites"
 
 app = ServerApp()
@@ -34,7 +34,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what came with ``flwr run``; the run folder lies on this machine."""
+    """Run the configuration that came with ``flwr run``; the run folder is on this machine."""
     if context.run_config[CONFIG_KEY]:
         _run_launched(grid, context)
     else:
@@ -49,13 +49,13 @@ def _run_launched(grid: Grid, context: Context) -> None:
         raise ConfigError(
             f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
         )
-    if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
+    if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has created it
         config = run_folder.create_run_folder(config)
     serve(config, grid, listeners=[deployment.print_event], resumed=resumed)
 
 
 def _run_overrides(grid: Grid, text: str) -> None:
-    """Run ``conf/`` with overrides, a client for each node, and print what a person wants to see.
+    """Run ``conf/`` with overrides and a client for each node, and print the progress.
 
     Raises:
         ConfigError: An override is wrong, or the federation has another number of nodes.
@@ -73,18 +73,18 @@ def _run_overrides(grid: Grid, text: str) -> None:
 
 
 def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
-    """Return the configuration of a run that ``flwr run`` has started, and whether it is resumed.
+    """Return the configuration of a run that ``flwr run`` has started; True if it is resumed.
 
     Its folder exists, below ``runs`` of :func:`typed_in`.
 
     Args:
-        text: Overrides of ``fednas run``, apart by spaces and quoted as in a shell; or
+        text: Overrides of ``fednas run``, separated by spaces and quoted as in a shell; or
             ``resume=<run folder>`` alone.
-        num_nodes: How many clients the federation has.
+        num_nodes: Number of clients in the federation.
 
     Raises:
-        ConfigError: An override is wrong, ``clients`` is another number, a runtime other than that
-            of Flower is chosen, or data, device or folder do not allow the run.
+        ConfigError: An override is wrong, ``clients`` is another number, a runtime other than
+            Flower's is chosen, or data, device or folder do not allow the run.
     """
     try:
         overrides = shlex.split(text)
@@ -126,10 +126,10 @@ def _composed(overrides: list[str], num_nodes: int) -> Config:
 
 
 def count_nodes(grid: Grid) -> int:
-    """Return the number of nodes of a federation, once it stays the same for 3 s.
+    """Return the number of nodes of a federation once it has stayed the same for 3 s.
 
     Raises:
-        ConfigError: None has appeared within a minute.
+        ConfigError: No node has appeared within a minute.
     """
     count, since, deadline = 0, time.monotonic(), time.monotonic() + APPEAR_S
     while time.monotonic() < (since + SETTLE_S if count else deadline):
@@ -144,13 +144,13 @@ def count_nodes(grid: Grid) -> int:
 
 
 def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed: bool) -> None:
-    """Run all stages, then write report and model card, also of a run that failed.
+    """Run all stages, then write report and model card, also for a run that failed.
 
     Args:
-        config: With ``run_dir`` set to an existing folder.
-        grid: Flower's way to the clients.
+        config: Configuration with ``run_dir`` set to an existing folder.
+        grid: Flower's connection to the clients.
         listeners: Called with every event, e.g. a progress display.
-        resumed: True if the folder held a run that is continued.
+        resumed: True if the folder holds a run that is to be continued.
 
     Raises:
         ConfigError: Another process runs in the folder.
@@ -165,7 +165,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         try:
             stages.run_stages(config, grid, log, resumed=resumed)
         except BaseException:
-            with suppress(Exception):  # what ended the run is what must be told
+            with suppress(Exception):  # the error that ended the run must be reported
                 html_report.write_report(folder)
             raise
     html_report.write_report(folder)
@@ -176,9 +176,9 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     """Run ``config`` to its end.
 
     Args:
-        config: With ``run_dir`` set to an existing folder.
+        config: Configuration with ``run_dir`` set to an existing folder.
         listeners: Called with every event.
-        resumed: True if the folder held a run that is continued.
+        resumed: True if the folder holds a run that is to be continued.
 
     Raises:
         QuorumError: Too few clients answered.

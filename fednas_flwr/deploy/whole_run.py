@@ -1,6 +1,6 @@
-"""A whole run: its search, what its network is compared with, and the network that it delivers.
+"""A whole run: its search, the networks compared with it, and the network that it delivers.
 
-What is compared is a run of its own, in a folder of the run's.
+Each compared network is a separate run, in a folder inside the run's folder.
 """
 
 import math
@@ -23,7 +23,7 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, names, parser, registry, with_runtime
 from fednas_flwr.settings.unused import without_effect
 
-POLL_S = 2.0  # between looks at how far the networks beside a run are
+POLL_S = 2.0  # between checks of the progress of networks beside a run
 COSTS = {"search": 4.0, "candidates": 5.0, "finalists": 6.0, "delivered": 4.0}  # parts of the time
 
 
@@ -34,18 +34,18 @@ def run_whole(
     resumed: bool,
     tell: Listener = lambda event: None,
 ) -> None:
-    """Run a configuration whose folder exists, with all that belongs to it.
+    """Run a configuration whose folder exists, including baselines or candidates.
 
-    Baselines are trained after the run, and candidates before the network that it delivers. One
-    that fails says so in its own folder, and no more. A run that is resumed once it has completed
-    is not begun again: its clients would release their measures once more.
+    Baselines are trained after the run, and candidates before the network that it delivers. If one
+    of them fails, only its own folder records it. A completed run that is resumed is not begun
+    again, as its clients would release their measures once more.
 
     Args:
-        config: With ``run_dir`` set.
+        config: Configuration with ``run_dir`` set.
         listeners: Called with every event of the run itself.
-        resumed: True if the folder held a run that is continued.
-        tell: Called with events, which no file keeps, of the networks that are trained beside the
-            run's.
+        resumed: True if the folder holds a run that is to be continued.
+        tell: Called with events about the networks that are trained beside the run's; no file keeps
+            them.
     """
     listeners, folder = list(listeners), config.folder
     if config.evaluation.deliver == names.FOUND or "evaluation.deliver" in without_effect(config):
@@ -57,7 +57,7 @@ def run_whole(
 
 
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Listener) -> None:
-    """Search, train the candidates, and then the one that validation records choose."""
+    """Search, train the candidates, then train the one that validation records choose."""
     folder, limit = config.folder, config.runtime.time_limit
     ends_at = math.inf if limit is None else time.monotonic() + parser.seconds(limit)
 
@@ -72,7 +72,7 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
         launch(search, listeners=listeners, resumed=resumed)
         if not read_run(folder).last("derived"):  # out of time
             return
-    if not read_run(folder).rounds("retrain"):  # of what was chosen
+    if not read_run(folder).rounds("retrain"):  # retraining of the chosen candidate
         folders = baselines.prepare_candidates(config, last=False)
         _train_beside(config, folders, share("candidates"), tell)
         folders = baselines.prepare_candidates(config, last=True)
@@ -90,17 +90,17 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
 
 
 def _text(limit: float) -> str | None:
-    """A time limit as settings have it, at least 1 s."""
+    """A time limit in the form of the settings, at least 1 s."""
     return None if limit == math.inf else f"{max(1.0, limit):.1f}s"
 
 
 def _train_beside(config: Config, folders: list[Path], limit: float, tell: Listener) -> None:
-    """Train networks beside the run's, those that are not done, and tell their test scores."""
+    """Train the networks beside the run's that are not done, and emit their test scores."""
     stage, begun, before = folders[0].parent.name, time.monotonic(), _share_done(folders)
     ended = threading.Event()
 
     def place() -> Event:
-        """How far they are, and the seconds left where that is known."""
+        """Their progress, and the seconds left if these are known."""
         share, seconds = _share_done(folders), time.monotonic() - begun
         known = before < share < 1 and limit == math.inf
         left = seconds * (1 - share) / (share - before) if known else None
@@ -127,7 +127,7 @@ def _train_beside(config: Config, folders: list[Path], limit: float, tell: Liste
 
 
 def _share_done(folders: Sequence[Path]) -> float:
-    """The share of all rounds of retraining of some runs that is done."""
+    """The share of some runs' rounds of retraining that is done."""
     begun = [read_run(folder) for folder in folders if (folder / EVENTS_FILE).exists()]
     last = [event for run in begun for event in run.rounds("retrain")[-1:]]
     return float(sum(event["round"] / event["rounds"] for event in last) / len(folders))
@@ -136,15 +136,15 @@ def _share_done(folders: Sequence[Path]) -> float:
 def train_all(
     config: Config, folders: Sequence[Path], limit: float = math.inf
 ) -> Iterator[tuple[Path, str]]:
-    """Train the runs of some folders, side by side where this machine has cores for it.
+    """Train the runs of some folders, side by side if this machine has enough cores.
 
-    Yields each folder when it is done, with why it has failed.
+    Yields each folder when it is done, with the reason if it has failed.
 
     Args:
-        config: Of the run that they stand beside.
-        folders: Of runs.
-        limit: The seconds that they may take. Each has an equal share of them, more where several
-            share the time; after them none is begun, but for the first.
+        config: Configuration of the run that they accompany.
+        folders: Run folders.
+        limit: The seconds that they may take. Each run has an equal share, or more if several run
+            at the same time. After that time no run is begun, except the first.
     """
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
     sent = None if alone or at_once(len(folders)) < 2 else registry.packed(train)
@@ -165,12 +165,13 @@ def train_all(
 
 
 def train(folder: Path, limit: str | None, ends_at: float) -> str:
-    """Begin the run in a folder or go on with it; returns why it has failed, else an empty text.
+    """Begin or continue the run in a folder; return why it failed, else an empty text.
 
     Args:
-        folder: Of the run.
-        limit: The time that it may take; None is any.
-        ends_at: When it is too late to begin, by the clock of all processes of this machine.
+        folder: Folder of the run.
+        limit: The time that it may take; None is no limit.
+        ends_at: Time from which it is too late to begin, by the clock of all processes of this
+            machine.
     """
     if is_complete(folder):
         return ""
@@ -185,7 +186,7 @@ def train(folder: Path, limit: str | None, ends_at: float) -> str:
 
 
 def _train_baselines(config: Config, tell: Listener) -> None:
-    """Train the networks that the run's own is compared with, and write its report anew."""
+    """Train the networks with which the run's own is compared, and rewrite its report."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
     whole = config.folder

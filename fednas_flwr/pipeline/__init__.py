@@ -1,1 +1,1 @@
-"""The stages of one run on the server, and its schedule of releases."""
+"""The stages of a run on the server, and its schedule of releases."""

@@ -1,8 +1,9 @@
-"""Baselines (``evaluation.baselines``): other networks, trained like the found one.
+"""Baselines (``evaluation.baselines``): other networks that are trained like the found one.
 
 Each is a run in ``baselines/<name>/`` of the run's folder, with the same clients, records,
-retraining and privacy. Simulated sites have a ledger of their own in each: all of the epsilon goes
-into training, as real sites could not give it once more. These train none with privacy.
+retraining and privacy. With privacy, simulated sites keep a separate ledger for each baseline, so
+that the whole epsilon goes into its training. Real sites cannot spend their epsilon again and train
+no baselines with privacy.
 """
 
 import json
@@ -40,35 +41,35 @@ from fednas_flwr.settings.unused import without_effect
 from fednas_flwr.spaces.costs import count_multiply_adds, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
-AFFORDED = 2  # random networks, where nobody says how many
-COSTS = 5  # ranges of cost, from each of which a front has a network
+AFFORDED = 2  # random networks, if their number is not set
+COSTS = 5  # ranges of cost; a front has a network from each of them
 EXACT, ADAM_RATE = 120, 0.05  # rounds and learning rate of a linear model that is fitted exactly
-FAR, LARGEST_BATCH = 100.0, 10**8  # norm that no mean gradient has; values in a client's batch
-SHARE = 3  # candidates are trained for so small a part of the rounds at first
-FURTHER = 3  # baselines beside the random ones, at most
+FAR, LARGEST_BATCH = 100.0, 10**8  # a norm that no mean gradient has; values in a client's batch
+SHARE = 3  # at first, candidates are trained for 1 / SHARE of the rounds
+FURTHER = 3  # largest number of baselines besides the random ones
 ADDED = 0.5  # share of a run's time that baselines may add by default
-WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
-STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
+WORTH_S = 60.0  # a shorter run is a trial, which baselines would only delay
+STAGES = ["retrain", "evaluate", "export"]  # the stages of a run with a given network
 FEATURES = "features"  # name of the linear model on fixed features of images
-SIDES = range(16, 65)  # in pixels, of images that have them
-MOST_FEATURES = 4e8  # of all records
+SIDES = range(16, 65)  # sides in pixels of images that get such features
+MOST_FEATURES = 4e8  # bound on the values of all records' features
 DATA_FREE = "data_free"  # name of the choice by scores that read no record
 DATA_FREE_FILE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
-THIN = "search_space/nasbench201_thin.yaml"  # its networks of the search space in its ``defaults``
+THIN = "search_space/nasbench201_thin.yaml"  # its networks, for the space in its ``defaults``
 
 
 def prepare_baselines(config: Config) -> list[Path]:
-    """Return a run folder for every baseline, made where it is missing.
+    """Return a run folder for every baseline; missing ones are created.
 
-    They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, which
-    scores put first in the search's own pool, unless the search has found it, too, or else the
-    choice of ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
-    ``linear``, a linear model, unless the run fits one to pooled records; and for images
-    ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
-    search has found are taken over.
+    ``random_1`` and so on are drawn uniformly from the search space. ``data_free`` is the network
+    that scores ranked first in the search's own pool, unless the search has found the same one.
+    Without such a ranking it is the choice of ``experiment=search/data_free``, unless the run's
+    algorithm is ``zero_cost``. ``linear`` is a linear model, omitted if the run fits one to pooled
+    records. For images, ``resnet8_<width>`` has the width whose multiply-adds are nearest. All use
+    the hyper-parameters that the search has found.
 
     Args:
-        config: Of a finished run that has exported a searched network.
+        config: Configuration of a finished run that has exported a searched network.
     """
     if not (number := num_random(config)):
         return []
@@ -81,17 +82,17 @@ def prepare_baselines(config: Config) -> list[Path]:
 
 
 def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
-    """Return a run folder for every candidate, made where it is missing.
+    """Return a run folder for every candidate; missing ones are created.
 
-    They are the found network, ``found``, of a table or features also with a linear skip, the
-    baselines, of small images ``features``, a linear model on their scattering features, and the
-    backbone that is named, trained as a whole.
-    Each is trained without validation records, on which it is then measured.
+    Candidates are the found network, ``found``; for a table or features, also the found network
+    with a linear skip; the baselines; for small images, ``features``, a linear model on their
+    scattering features; and the backbone that is named, trained as a whole. Each is trained without
+    validation records and then measured on them.
 
     Args:
-        config: Of a run that has searched, with ``deliver=best``.
-        last: False for all candidates, the linear model first, and a third of the rounds; True for
-            the best ones, which are trained for all.
+        config: Configuration of a run that has searched, with ``deliver=best``.
+        last: If false, all candidates are trained for a third of the rounds, the linear model
+            first; if true, the best ones are trained for all rounds.
     """
     candidates = _candidates(config)
     first, trained = sorted(candidates, key=lambda name: name != LINEAR), {}
@@ -104,7 +105,7 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
 
 
 def delivered(config: Config, candidate: Candidate) -> Config:
-    """Return the configuration by which a run trains the candidate that it delivers."""
+    """Return the configuration with which a run trains the candidate that it delivers."""
     alike = _candidates(config)[candidate.name]
     dataset = replace(alike.dataset, linear_baseline=config.dataset.linear_baseline)
     return replace(alike, dataset=dataset, run_dir=config.run_dir)
@@ -125,7 +126,7 @@ def _candidates(config: Config) -> dict[str, Config]:
     candidates |= {LINEAR: _linear(config, alike, shape), **dict(_on_features(alike, shape))}
     candidates |= dict(_fine_tuned(alike))
     file = config.folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
-    if file.is_file():  # its search is done
+    if file.is_file():  # the search for it is done
         space = candidates[DATA_FREE].search_space
         retrained = replace(alike, stages=STAGES, genotype=str(file.resolve()))
         candidates[DATA_FREE] = replace(retrained, search_space=space)
@@ -135,11 +136,11 @@ def _candidates(config: Config) -> dict[str, Config]:
 def _on_features(config: Config, shape: Sequence[int]) -> Iterator[tuple[str, Config]]:
     """Yield the training of a linear model on scattering features of small images.
 
-    Few images teach it more than they teach networks. Learning rate and weight decay were chosen on
+    From few images it learns more than networks do. Learning rate and weight decay were chosen on
     held-out images.
     """
     partition, dataset = read_run(config.folder).of_kind("partition")[0], config.dataset
-    number = 5 * math.prod(shape) * sum(records_of(partition)[1].values())  # 5 a value
+    number = 5 * math.prod(shape) * sum(records_of(partition)[1].values())  # 5 features per value
     suited = {*shape[1:]} <= {*SIDES} and number <= MOST_FEATURES
     if not isinstance(dataset, Images) or dataset.transform or not suited:
         return
@@ -151,7 +152,7 @@ def _on_features(config: Config, shape: Sequence[int]) -> Iterator[tuple[str, Co
 
 
 def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield the training of the backbone as a whole, on images, if its weights are in a file."""
+    """Yield the training of the whole backbone on images, if its weights are in a file."""
     dataset = config.dataset
     if not isinstance(dataset, Images) or dataset.backbone is None or not dataset.backbone.weights:
         return
@@ -165,7 +166,7 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _planned_retraining(config: Config, shape: Sequence[int]) -> Retrain:
-    """Return the retraining of the delivered network, with its rounds, by a record's shape."""
+    """Return the retraining of the delivered network, with rounds that suit a record's shape."""
     run, (sizes, share) = read_run(config.folder), _records(config)
     unlike = run.of_kind("partition")[0].get("association", 0.0)
     return planned(config, share * median(sizes), shape, unlike)
@@ -174,16 +175,18 @@ def _planned_retraining(config: Config, shape: Sequence[int]) -> Retrain:
 def _linear(config: Config, alike: Config, shape: Sequence[int]) -> Config:
     """Return the configuration of the linear model.
 
-    Averages of local models are off where clients differ. So that of a table with classes is fitted
-    exactly, to the pooled records' logistic regression with an L2 penalty: in each round clients
-    take one step along the gradient of all their records, and the server one by Adam along their
-    mean (FedAdam; Reddi et al. 2021, arXiv 2003.00295).
+    Where clients differ, an average of local models is inaccurate. For a table with classes the
+    linear model is therefore fitted exactly: it is the logistic regression of the pooled records,
+    with an L2 penalty. In each round clients take one step along the gradient of all their records,
+    and the server takes one step of Adam along their mean (FedAdam; Reddi et al. 2021, arXiv
+    2003.00295).
 
     Args:
-        config: Of the run. Rounds or an exchange that it sets hold for the linear model, too; with
-            privacy, drawn clients, other rules or personal copies it is trained as networks are.
-        alike: Of networks beside it.
-        shape: Of a record.
+        config: Configuration of the run. If it sets rounds or an exchange, they apply to the linear
+            model, too. With privacy, drawn clients, other rules or personal copies the linear model
+            is trained like networks.
+        alike: Configuration of the networks that are compared with it.
+        shape: Shape of a record.
     """
     run, asked = read_run(config.folder), config.retrain
     alike = replace(alike, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
@@ -202,7 +205,7 @@ def _linear(config: Config, alike: Config, shape: Sequence[int]) -> Config:
 
 
 def _records(config: Config) -> tuple[list[int], float]:
-    """Return the records of the clients, or quantiles of them, and the share that is trained on."""
+    """Return the clients' numbers of records, or their quantiles, and the share trained on."""
     partition = read_run(config.folder).of_kind("partition")[0]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
     if "splits" in partition:
@@ -211,7 +214,7 @@ def _records(config: Config) -> tuple[list[int], float]:
 
 
 def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:
-    """Return a run folder for each configuration, made where it is missing."""
+    """Return a run folder for each configuration; missing ones are created."""
     folders = []
     for name, one in runs.items():
         folder = config.folder / place / name
@@ -222,7 +225,7 @@ def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Pat
 
 
 def compared_rounds(config: Config) -> int:
-    """Return the rounds of retraining of all networks that a run is compared with, at most."""
+    """Return an upper bound of the retraining rounds of all networks compared with a run's."""
     unused, rounds = without_effect(config), config.retrain.planned
     number = config.evaluation.baselines
     if not number or "evaluation.baselines" in unused:
@@ -242,9 +245,9 @@ def num_random(config: Config) -> int:
 def affordable(folder: Path) -> int:
     """Return the number of random networks to compare a finished run with by default.
 
-    It is 2 if the run took over a minute and all baselines add less than half to that, else 0. Each
-    baseline takes about as long as the run without its search; the data-free choice adds the time
-    of its scores. A run that has begun with baselines goes on with them.
+    It is 2 if the run took over a minute and all baselines together add less than half of that
+    time, else 0. Each baseline takes about as long as the run without its search; the data-free
+    choice adds the time of its scores. A run that has begun with baselines continues with them.
     """
     if (folder / BASELINES_FOLDER).is_dir():
         return AFFORDED
@@ -254,23 +257,23 @@ def affordable(folder: Path) -> int:
 
 
 def _trained_alike(config: Config, derived: Event) -> Config:
-    """Return the configuration of a network that is trained like a run's own, beside it."""
+    """Return the configuration of a further network that is trained like the run's own."""
     privacy = config.privacy
-    if config.dp:  # the run's own ledgers pay for no baseline
+    if config.dp:  # no baseline is charged to the run's own ledgers
         privacy = replace(config.dp, sites=None)
     evaluation = replace(config.evaluation, baselines=0, deliver=FOUND)
     found = _with_found(config, derived)
-    dataset = replace(config.dataset, linear_baseline=False)  # fitted for the run already
+    dataset = replace(config.dataset, linear_baseline=False)  # already fitted for the run
     config = replace(config, evaluation=evaluation, retrain=found, privacy=privacy, dataset=dataset)
     return with_runtime(config, time_limit=None)
 
 
 def _baselines(config: Config, number: int, derived: Event) -> Iterator[tuple[str, Config]]:
-    """Yield names and configurations of all but the linear model; genotypes lie in the folders.
+    """Yield names and configurations of all but the linear model; genotypes are in the folders.
 
     Args:
-        config: From :func:`_trained_alike`.
-        number: Of random networks.
+        config: Result of :func:`_trained_alike`.
+        number: Number of random networks.
         derived: Event of the found network.
     """
     description = derived["network"]
@@ -292,7 +295,7 @@ def _baselines(config: Config, number: int, derived: Event) -> Iterator[tuple[st
 
 
 def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str, Config]:
-    """Name and configuration of a baseline whose genotype lies in its folder, where it is made."""
+    """Name and configuration of a baseline; a missing genotype is made and saved in its folder."""
     file = config.folder / BASELINES_FOLDER / name / GENOTYPE_FILE
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -301,7 +304,7 @@ def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str
 
 
 def _front(config: Config, derived: Event) -> list[Genotype]:
-    """The best networks of the pool by reward in five ranges of cost, but for the found one."""
+    """The pool's best network by reward in each of five ranges of cost, without the found one."""
     pool, space = getattr(config.algorithm, "pool", None), described_space(derived["network"])[0]
     if pool is None or not pool.front:
         return []
@@ -314,7 +317,7 @@ def _front(config: Config, derived: Event) -> list[Genotype]:
 
 
 def _scored_first(config: Config) -> dict[str, Any] | None:
-    """Return the network that scores put first in the pool of the run's search, if they made it."""
+    """Return the network that scores ranked first in the pool of the run's search, if they did."""
     pool = getattr(config.algorithm, "pool", None)
     if pool is None or not pool.chosen_scores(config.search_space.name):
         return None
@@ -325,8 +328,9 @@ def _scored_first(config: Config) -> dict[str, Any] | None:
 def _data_free(config: Config) -> Config:
     """Return the configuration of the data-free choice.
 
-    As ``experiment=search/data_free``, also by its small networks, in spaces of cells that the
-    scores rank; in others by ``zero_cost`` alone.
+    In spaces of cells whose networks the scores rank well it is that of
+    ``experiment=search/data_free``, including its small networks; in other spaces it is
+    ``zero_cost`` alone.
     """
     settings, thin = (read_yaml(conf_folder() / name, name) for name in (DATA_FREE_FILE, THIN))
     space = config.search_space
@@ -352,14 +356,14 @@ def _with_found(config: Config, derived: Event) -> Retrain:
 
 
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:
-    """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
+    """Return the default settings of ``algorithm=<name>`` with some of them changed."""
     file = f"algorithm/{name}.yaml"
     settings = {**read_yaml(conf_folder() / file, file), **changed}
     return parse(algorithms()[name].settings, settings, key="algorithm", defaults=True)
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:
-    """Return the name of the ResNet-8 whose multiply-adds are nearest, by their ratio."""
+    """Return the name of the ResNet-8 whose multiply-adds are nearest in ratio."""
 
     def distance(name: str) -> float:
         with torch.random.fork_rng(devices=[]):  # not on meta, where norms import a compiler: 1 s

@@ -1,4 +1,4 @@
-"""What the stages of a run share, and its beginning: clients connect, private ones commit."""
+"""The beginning of a run, in which clients connect and private ones commit; state of all stages."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.run_settings import Deployment
 
 APPROVAL_POLL_S = 10.0
-CONNECT_S = 60.0  # for simulated clients, which are there from the start
+CONNECT_S = 60.0  # for simulated clients, which exist from the start
 COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
-PROPERTIES = ("budget", "secure_noise", "unit")  # that a private client must tell
-SITE_PROPERTIES = (  # that each real site must tell, from which the server builds networks
+PROPERTIES = ("budget", "secure_noise", "unit")  # that a private client must report
+SITE_PROPERTIES = (  # that each real site must report; the server builds networks from them
     *("input_shape", "image_shape", "transform"),
     *("schema", "mean", "std", "class_names", "multi_label", "target"),
 )
-GROWTH_POINTS = 6  # of the curve of epsilon over rounds
+GROWTH_POINTS = 6  # points of the curve of epsilon over rounds
 
 
 def begin(
@@ -63,14 +63,14 @@ def begin(
     *,
     earlier: Sequence[Event],
 ) -> Run:
-    """A run whose clients are connected and, with privacy, keep its schedule.
+    """A run whose clients are connected and, with privacy, have committed to its schedule.
 
     Args:
-        config: As of :func:`~fednas_flwr.pipeline.stages.run_stages`.
+        config: Configuration, as for :func:`~fednas_flwr.pipeline.stages.run_stages`.
         grid: Reaches the clients.
-        log: Takes the events.
+        log: Receives the events.
         circumstances: Versions and machine.
-        earlier: Events of the run that goes on; empty of a new one.
+        earlier: Earlier events of a run that is resumed; empty for a new run.
     """
     limit, folder = config.runtime.time_limit, config.folder
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
@@ -108,7 +108,7 @@ def begin(
 
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
-    """Connect the clients and return the data; of real sites, as the first one describes it."""
+    """Connect the clients and return the data; real sites' data as the first site describes it."""
     needed = ("client", "splits", *(PROPERTIES if config.dp else ()))
     if has_real_sites(config):
         alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
@@ -122,9 +122,9 @@ def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepar
 
 
 def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> dict[int, Mapping[str, int]]:
-    """The records that each client declared when the run began, by split.
+    """The numbers of records that each client declared when the run began, by split.
 
-    Of one that was not connected then nothing is known.
+    Nothing is known about a client that was not connected then.
     """
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if not begun:
@@ -137,8 +137,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     properties = list(cohort.properties.values())
     splits = [known["splits"] for known in properties]
     counts = [known.get("class_counts", []) for known in properties]
-    all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
-    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
+    all_count = all(len(count) == prepared.num_classes for count in counts)  # not if private
+    whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # resuming needs sites' numbers
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
         records = {"splits": splits, "clients": sorted(cohort.properties)}
@@ -164,9 +164,9 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
 
 
 def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:
-    """Names of the connected clients, which no record of a private run decides; empty without.
+    """Names of the connected clients; empty if they have none, or if private records would decide.
 
-    A real site says its own, as ``sites.yaml`` has it.
+    A real site states its own name, from ``sites.yaml``.
     """
     clients = sorted(cohort.properties)
     if has_real_sites(config):
@@ -183,12 +183,12 @@ def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]
 def _agree(
     run: Run, declared: Sequence[Mapping[str, int]], statistics: Statistics | None, *, resumed: bool
 ) -> Statistics | None:
-    """Have private clients commit to the run's schedule; the statistics that they then release.
+    """Have private clients commit to the run's schedule; return the statistics that they release.
 
     Args:
-        run: Gets its schedule.
+        run: The run; its schedule is set.
         declared: Each client's number of records by split.
-        statistics: Those that are known already.
+        statistics: Statistics that are already known.
         resumed: True if the run may have released something before.
     """
     cohort = run.cohort
@@ -197,7 +197,7 @@ def _agree(
     latest = {stage: run.checkpoints.latest(stage) for stage in ("search", "retrain")}
     done = {stage: point.round for stage, point in latest.items() if point is not None}
     if statistics is not None or done:
-        done[STATISTICS] = 1  # of a run that released none, its features stay as they are
+        done[STATISTICS] = 1  # a run that released none keeps its features as they are
     schedules = schedule.make_schedules(
         config, declared, done=done, sampling=cohort.sampling, least_noise=least
     )
@@ -218,21 +218,21 @@ def commit(
     done: Mapping[str, int],
     resumed: bool,
 ) -> None:
-    """Have every client accept its schedule, and report its cost for each of them in an event.
+    """Have every client accept its schedule; report the cost for each client in an event.
 
-    The event also tells how many rounds of each stage each client's budget covers.
+    The event also has the number of rounds of each stage that each client's budget covers.
 
     Args:
-        cohort: Connected to clients that have told ``PROPERTIES``.
-        config: With ``privacy=dp``.
-        schedules: From :func:`~fednas_flwr.pipeline.schedule.make_schedules`, each client's.
-        done: Rounds of each stage that a checkpoint covers: with any, a run goes on for as long as
-            its budgets last.
+        cohort: Connected to clients that have reported ``PROPERTIES``.
+        config: Configuration with ``privacy=dp``.
+        schedules: Each client's, from :func:`~fednas_flwr.pipeline.schedule.make_schedules`.
+        done: Rounds of each stage that a checkpoint covers. If there are any, the run continues for
+            as long as its budgets last.
         resumed: True if the run may have released something before.
 
     Raises:
-        QuorumError: Too few clients accept it; the message names the rule that it breaks, or the
-            person who has not approved it in time.
+        QuorumError: Too few clients accept their schedules; the message names the rule that a
+            schedule breaks, or says that a person has not approved it in time.
         ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
     privacy, sampling = config.dp, cohort.sampling
@@ -290,10 +290,10 @@ def commit(
 
 
 def _cost(releases: Schedule, reply: Reply) -> dict[str, Any]:
-    """Return the cost of its schedule that a client declares.
+    """Return the cost that a client declares for its schedule.
 
     Raises:
-        ReplyError: It leaves out one of these, or a split.
+        ReplyError: The client omits a part of the cost, or a split.
     """
     said, splits = reply.properties, {split for planned in releases for split in planned.splits}
     silent = [name for name in ("epsilon", "covered_steps") if name not in said]
@@ -307,10 +307,11 @@ def _cost(releases: Schedule, reply: Reply) -> dict[str, Any]:
 def _agreed(
     cohort: Cohort, requests: Mapping[int, Commit], approval_s: float
 ) -> list[tuple[int, Reply]]:
-    """The clients that keep their schedules and their replies, after approvals.
+    """The clients that commit to their schedules, and their replies, after approvals.
 
-    A client at which a person must approve the schedule is asked again until that is done; the
-    event ``approval_awaited`` names the run, so that one that ended here can go on under its name.
+    If a person must approve the schedule at a client, that client is asked again until this is
+    done. The event ``approval_awaited`` names the run, so that a run that ended here can continue
+    under its name.
     """
     exchange = replace(COMMIT, settings_of=requests)
     replies = dict(cohort.ask(exchange))
@@ -348,10 +349,10 @@ def _agreed(
 
 
 def awaited_run(events: Sequence[Event]) -> str | None:
-    """The name of a run that ended as it waited for approvals, which has released nothing.
+    """The name of a run that ended while it waited for approvals; it has released nothing.
 
     Args:
-        events: Of a run folder.
+        events: Events of a run folder.
     """
     agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
     if not agreements or agreements[-1]["event"] == "privacy":
@@ -362,7 +363,8 @@ def awaited_run(events: Sequence[Event]) -> str | None:
 def _alone(releases: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:
     """Cost of the schedule for a client whose secure sums are broken.
 
-    Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
+    Then only its own share of the noise hides its records: ``1 / sqrt(h)`` of the noise with h
+    honest sites.
     """
     honest = properties.get("honest_sites")
     if honest is None or not any(planned.shared for planned in releases):
@@ -389,7 +391,7 @@ def _epsilon(
 def _growth(
     clients: Sequence[Event], schedules: Sequence[Schedule], turns: Sequence[Turns], delta: float
 ) -> list[tuple[int, float | None]]:
-    """Rounds, counted from the run's first, and epsilon by then, of the client that spends most."""
+    """Rounds since the run began, and epsilon by then, for the client that spends most."""
     if not clients:
         return []
     most = max(clients, key=lambda client: of_splits(client, PRV) or math.inf)
@@ -407,7 +409,7 @@ def _growth(
 
 
 def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
-    """The server's way to the clients, with the runtime's quorum, deadlines and limits."""
+    """The server's cohort of clients, with the runtime's quorum, deadlines and limits."""
     privacy, runtime = config.dp, config.runtime
     return Cohort(
         run=run,
@@ -425,11 +427,11 @@ def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Coho
 
 
 class OutOfTimeError(RuntimeError):
-    """The search has reached the run's time limit; its checkpoint is there."""
+    """The search has reached the run's time limit; its checkpoint is saved."""
 
 
 def make_checkpoints(folder: Path, log: EventLog) -> CheckpointFolder:
-    """The checkpoints of a run folder, whose warnings are events."""
+    """The checkpoints of a run folder; their warnings become events."""
     return CheckpointFolder(
         folder / "checkpoints", warn=lambda message: log.emit("warning", message=message)
     )
@@ -446,13 +448,13 @@ class Run:
     cohort: Cohort
     checkpoints: CheckpointFolder
     prepared: Prepared
-    schedule: Schedule  # of a private run's releases
+    schedule: Schedule  # the releases of a private run
     circumstances: dict[str, Any]  # versions and machine
-    ends_at: float | None = None  # of time.monotonic(), by time_limit
-    inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
+    ends_at: float | None = None  # deadline on the clock time.monotonic(), from time_limit
+    inherited: Mapping[str, Packed] | None = None  # states from which the search continues
 
     def start(self, strategy: RoundStrategy[Any], rounds: int) -> None:
-        """Run the rounds of a stage; rounds that time does not allow are named in an event."""
+        """Run the rounds of a stage; if time does not allow all of them, an event says so."""
         stage = strategy.stage
         with self.stage(stage, rounds):
             strategy.ends_at = self.ends_at
@@ -467,7 +469,7 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
-        """Emit that a stage begins, and that it has finished unless it fails."""
+        """Emit that a stage begins and, unless it fails, that it has finished."""
         started = time.monotonic()
         counts: dict[str, Any] = {"rounds": rounds}
         if name == "retrain" and not self.config.dp:

@@ -1,7 +1,7 @@
-"""Facts about a run before it begins, from its configuration and the prepared data.
+"""Checks of a run before it begins, from its configuration and the prepared data.
 
-:func:`check_run` is asked before the first message, and before there is a run folder. What only
-the clients know, such as the budgets of real sites, is found out by their answers.
+:func:`check_run` is called before the first message, and before there is a run folder. What only
+the clients know, such as the budgets of real sites, is learnt from their answers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fednas_flwr.settings.registry import SUPERNET, algorithm_of
 
 
 def check_run(config: Config) -> None:
-    """Raise ConfigError for what will not run: device, data, networks or simulated sites.
+    """Raise ConfigError if device, data, networks or simulated sites make the run impossible.
 
-    Leaves nothing but the cache of prepared data.
+    Nothing is left behind but the cache of prepared data.
     """
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks))
@@ -56,10 +56,11 @@ def check_run(config: Config) -> None:
 def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
     """Return a lower bound of the bytes that checkpoints and exported models take on disk.
 
-    Left out are the moments of optimisers, the ONNX file, and networks that the search is to find.
+    It excludes the moments of optimisers, the ONNX file, and networks that the search is yet to
+    find.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         networks: The network that each stage trains.
     """
     copies = {"search": min(KEEP, config.rounds)}
@@ -77,9 +78,9 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
     """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
 
     Args:
-        config: The run's.
-        privacy: Its privacy.
-        made: Its records and networks.
+        config: The run's configuration.
+        privacy: The run's privacy settings.
+        made: The run's records and networks.
     """
     for index in range(config.clients) if privacy.sites is not None else ():
         if (folder := making.simulated_site(config, index)) is not None:
@@ -121,7 +122,7 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
             except ConfigError as error:
                 named = _settings(privacy, planned)
                 raise ConfigError(f"{named}: client {index}: {error}") from error
-            # which may be charged to more splits, as the site finds out by its records
+            # the site may charge it to more splits, once it knows its records
             reading = (planned.release(declared[index]), planned.splits)
             stages.setdefault(planned.stage, []).append(reading)
         to_do = {stage: len(rounds) for stage, rounds in turns.items()}
@@ -134,7 +135,7 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
 
 
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
-    """The settings that the terms of a release follow from, with their values."""
+    """The settings from which the terms of a release follow, with their values."""
     name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
     noise = schedule.given_noise(privacy, name)
     if noise is None:
@@ -143,7 +144,7 @@ def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
 
 
 def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, RenyiFilter]:
-    """What is left of a simulated site's budget, by split."""
+    """The rest of a simulated site's budget, by split."""
     folder = making.simulated_site(config, client)
     if folder is not None and (files := making.simulated_ledger(folder))[0].exists():
         with Ledger(*files) as books:
@@ -152,14 +153,14 @@ def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, R
     return dict.fromkeys(SPLITS, RenyiFilter(epsilon=allowed.epsilon, delta=allowed.delta))
 
 
-COPIES = 4  # of a network's weights in memory: server's, a client's, its gradients, its reply
+COPIES = 4  # of a network's weights in memory: the server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
-LARGEST_FEATURE = 1e18  # float32 holds its square
+LARGEST_FEATURE = 1e18  # its square fits into float32
 
 
 @dataclass(frozen=True)
 class Made:
-    """Parts that :func:`check_buildable` has made.
+    """Parts that :func:`check_buildable` has built.
 
     Attributes:
         prepared: The data of all clients.
@@ -173,9 +174,9 @@ class Made:
 
 
 def check_buildable(config: Config) -> Made:
-    """Build the data and the networks of a run, as far as it can be tried on this device.
+    """Build the data and the networks of a run, as far as this device allows.
 
-    Leaves nothing but the cache of prepared data.
+    Nothing is left behind but the cache of prepared data.
 
     Raises:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
@@ -215,12 +216,12 @@ def check_buildable(config: Config) -> Made:
             networks["search"] = supernet
         if trains is not None and getattr(config.algorithm, "trial_rounds", None) != 0:
             trained["search"] = supernet  # or networks with the layers of its ops
-    # also of a search alone: its costs
+    # also for a search alone, which reports the network's costs
     description = nets.describe_network(config, prepared, genotype)
     with torch.device("meta"):
         network = nets.make_network(description)
     if description["name"] == nets.FINE_TUNED:
-        nets.seeded_network(config, description)  # which reads its weights
+        nets.seeded_network(config, description)  # reads the network's weights
     _check_memory(config, "retrain", network)
     if "retrain" in config.stages:
         networks["retrain"] = network
@@ -241,7 +242,7 @@ def check_buildable(config: Config) -> Made:
 
 
 def _check_threads(config: Config) -> None:
-    """Refuse simulated clients with so many threads that they only wait for one another."""
+    """Refuse simulated clients with so many threads that they mostly wait for one another."""
     most = THREADS_PER_CORE * (os.cpu_count() or 1)
     if config.runtime.name != "deployment" and config.runtime.threads > most:
         raise ConfigError(
@@ -251,7 +252,7 @@ def _check_threads(config: Config) -> None:
 
 
 def _check_memory(config: Config, group: str, network: nn.Module) -> None:
-    """Refuse a network whose weights alone take more memory than the machine has, in float32."""
+    """Refuse a network whose float32 weights alone take more memory than the machine has."""
     num_parameters = sum(tensor.numel() for tensor in network.parameters())
     check_fits(
         COPIES * 4 * num_parameters,
@@ -261,14 +262,14 @@ def _check_memory(config: Config, group: str, network: nn.Module) -> None:
 
 
 def _sizes(settings: object, group: str) -> list[str]:
-    """Return the settings of a group that a network's size follows from, with their values."""
+    """Return the settings of a group that determine a network's size, with their values."""
     names = ("channels", "num_cells", "widths", "head", "width", "skeleton")
     values = {name: getattr(settings, name, None) for name in names}
     return [f"{group}.{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _check_images(dataset: Dataset, prepared: Prepared) -> None:
-    """Refuse records without values, and augmentation that a table or a small image can't have."""
+    """Refuse records without values, and augmentation that tables or small images cannot have."""
     if 0 in prepared.input_shape:
         raise ConfigError(
             f"dataset={dataset.name}: its records have shape {prepared.input_shape}, so that "
@@ -287,7 +288,7 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
 
 
 def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
-    """Refuse a delta with which publishing one of so many units outright would count as private."""
+    """Refuse a delta so large that publishing one of ``number`` units would count as private."""
     units = "clients" if privacy.unit == CLIENT else "records of a client"
     if privacy.delta * number >= 1:
         raise ConfigError(
@@ -300,7 +301,7 @@ def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
 def check_features(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
     """Refuse features that are too large for any network once they are normalised."""
     test = prepared.server_test
-    images = prepared.train.features.dtype == torch.uint8  # whose whole range counts, for all alike
+    images = prepared.train.features.dtype == torch.uint8  # their whole range counts
     splits = (
         (f"client {i}", part)
         for i, client in enumerate(islice(clients, 1) if images else clients)
@@ -326,7 +327,7 @@ def check_parts(
     clients: Iterable[loaders.ClientData],
     networks: Mapping[str, nn.Module],
 ) -> None:
-    """Refuse clients without the records that they are asked to train on, or with too few."""
+    """Refuse clients that lack the records they are asked to train on, or have too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
     every = f"retrain.evaluate_every={config.retrain.evaluate_every}"
     uses = {"validation": f"on which {every} measures: set it to 0, or"} if holds_out else {}
@@ -364,10 +365,10 @@ def check_parts(
 
 
 def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientData]) -> None:
-    """Refuse logistic regression on records that are all of one class."""
+    """Refuse logistic regression on records that all have the same class."""
     train = prepared.train
     if prepared.server_test is None or train.is_regression or train.multi_label:
-        return  # a label that all or none have is told without a model
+        return  # a label that all or none have is predicted without a model
     parts = (part for client in clients for part in (client.train, client.validation))
     classes = {label for part in parts for label in part.labels[part.rows].tolist()}
     if len(classes) < 2:
@@ -379,7 +380,7 @@ def check_linear_baseline(prepared: Prepared, clients: Iterable[loaders.ClientDa
 
 
 def pools_records(config: Config) -> bool:
-    """Return whether a run compares with a linear model of all clients' pooled records."""
+    """Return True if the run is compared with a linear model of all clients' pooled records."""
     return (
         config.dataset.linear_baseline
         and "evaluate" in config.stages
@@ -389,7 +390,7 @@ def pools_records(config: Config) -> bool:
 
 
 def _batch_size(config: Config, stage: str) -> int | None:
-    """Return the largest batch that a stage trains on, None for all of a part's records."""
+    """Return the largest batch that a stage trains on; None for all of a part's records."""
     retraining = config.retrain.batch_size
     if stage == "retrain":
         return retraining
@@ -397,7 +398,7 @@ def _batch_size(config: Config, stage: str) -> int | None:
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:
-    """The error of a network without tensors whose norm has too few values of one record."""
+    """The error of a network (without tensors) whose norm gets too few values from one record."""
     try:
         with torch.random.fork_rng(), suppress(NotImplementedError, RuntimeError):
             network(torch.zeros(1, *shape, device="meta"))

@@ -1,8 +1,8 @@
-"""CFDNAS' groups of clients: each goes through the stages of a run in a folder of its own.
+"""CFDNAS' groups of clients; each goes through the stages of a run in its own folder.
 
 ``groups/<name>/`` is a run folder like any other, with configuration, events, report and model, so
-that all that reads a run reads a group. What the run itself keeps is who is in which group
-(``groups.json``) and how each ended (``group_finished`` events).
+that everything that reads a run can read a group. The run itself keeps the members of each group
+(``groups.json``) and how each group ended (``group_finished`` events).
 """
 
 import json
@@ -35,7 +35,7 @@ from fednas_flwr.settings import Config
 from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
-# of a group's events, those that the run has, too
+# a group's events that are repeated in the run's
 REPEATED = {"client_failed", "client_left", "client_back", "out_of_time"}
 
 
@@ -44,18 +44,18 @@ def run_groups(
 ) -> None:
     """Search with all clients, divide them, and take each group through its own stages.
 
-    Zhang et al. (2020), FDNAS, Alg. 2. Groups run one after the other. One whose clients are too
-    few in the end, or whose target no network reaches on the hardware that they have measured,
-    fails alone.
+    Zhang et al. (2020), FDNAS, Alg. 2. Groups run one after the other. If a group has too few
+    clients left, or no network reaches its target on the hardware that its clients have measured,
+    only that group fails.
 
     Args:
-        run: Of CFDNAS.
+        run: A run of CFDNAS.
         search: Runs a search stage, see ``stages.start_search``.
-        run_group: Runs what follows, of a run whose algorithm is FDNAS.
+        run_group: Runs the stages of a group, given a run whose algorithm is FDNAS.
 
     Raises:
-        ConfigError: Too few clients name a group, or a hardware loss is of a group that does not
-            exist or has a target that no network reaches.
+        ConfigError: Too few clients name a group, or a hardware loss belongs to a group that does
+            not exist or has a target that no network reaches.
         QuorumError: Every group has failed.
     """
     algorithm, strategy, path = _algorithm(run.config), None, run.folder / GROUPS_FILE
@@ -63,7 +63,7 @@ def run_groups(
     groups: Groups | None = None
     if algorithm.group_by != "alphas":
         groups = _by_name(run)
-        groups = saved or groups  # whoever is connected now
+        groups = saved or groups  # regardless of who is connected now
         for name in algorithm.group_hardware:
             check_choice("algorithm.group_hardware", name, groups)
     check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
@@ -89,7 +89,7 @@ def _algorithm(config: Config) -> CFDNASSettings:
 
 
 def _by_name(run: Run) -> Groups:
-    """Clients by their own tags or hardware (Zhang et al., 2020, Alg. 2); those without one leave.
+    """Clients by their tags or hardware (Zhang et al., 2020, Alg. 2); clients without one leave.
 
     Raises:
         ConfigError: The run's own ``algorithm.client_tags`` name none, or too few are left.
@@ -116,14 +116,14 @@ def _by_name(run: Run) -> Groups:
 
 
 def _keep_updates(strategy: RoundStrategy[Any]) -> None:
-    assert isinstance(strategy, FDNAS)  # as CFDNAS' first search is
+    assert isinstance(strategy, FDNAS)  # CFDNAS' first search is of this class
     strategy.keeps_updates = True
 
 
 def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
-    """Return the groups by similar updates."""
+    """Return the groups of clients with similar updates."""
     algorithm = _algorithm(run.config)
-    assert isinstance(strategy, FDNAS)  # as the configuration has it
+    assert isinstance(strategy, FDNAS)  # the configuration ensures it
     assert algorithm.num_groups is not None
     present = set(run.cohort.clients)
     updates = {client: moved for client, moved in strategy.updates().items() if client in present}
@@ -133,12 +133,12 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
 def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[str, list[int]]:
     """Clients with similar updates of the alphas: average linkage of cosine distances.
 
-    For clients without labels; not in the text. Groups are named ``1``, ``2``, ... by their first
-    client.
+    This is for clients without labels and is not in the paper. Groups are named ``1``, ``2``, ...
+    in the order of their first clients.
 
     Args:
-        updates: By client, [A]: see ``FDNAS.updates``.
-        num_groups: From 2 to the number of clients.
+        updates: Each client's updates [A], see ``FDNAS.updates``.
+        num_groups: Number of groups, from 2 to the number of clients.
 
     Raises:
         ConfigError: There are fewer clients than groups.
@@ -163,7 +163,7 @@ def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[s
 
 
 def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Packed] | None) -> Run:
-    """Return a group's own run, the folder made."""
+    """Return a group's own run; its folder is created."""
     algorithm, folder = _algorithm(run.config), run.folder / "groups" / name
     search = replace(algorithm.search, hardware=algorithm.group_hardware.get(name))
     if algorithm.inherit:
@@ -174,7 +174,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     if not (folder / CONFIG_FILE).exists():
         create_run_folder(config)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
-    # private clients have committed to all that the run asks of them, under its name
+    # private clients have committed, under the run's name, to all that it asks of them
     called = run.cohort.run if run.config.dp else f"{run.cohort.run}.{name}"
     return replace(
         run,
@@ -188,7 +188,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 
 
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
-    """Record in a group's own events the guarantee of privacy, which is of the whole run."""
+    """Record in a group's events the guarantee of privacy, which covers the whole run."""
     if promised := read_run(run.folder).privacy:
         members = [promise for promise in promised["clients"] if promise["client"] in clients]
         part.log.emit("privacy", **(_fields(promised) | {"clients": members}))
@@ -199,7 +199,7 @@ def _fields(event: Event) -> Event:
 
 
 def _tell(log: EventLog, name: str, event: Event) -> None:
-    """Repeat in the run's own events those of a group that whoever watches the run must know."""
+    """Repeat in the run's events those of a group that matter to whoever watches the run."""
     kind = event["event"]
     if kind in REPEATED:
         log.emit(kind, group=name, **_fields(event))

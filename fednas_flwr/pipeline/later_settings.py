@@ -1,12 +1,12 @@
-"""Settings that a run finds out from its clients: learning rate of private retraining, latency.
+"""Settings that a run learns from its clients: learning rate of private retraining, latency.
 
 Learning rates of DP-SGD follow from its noise, so that one setting serves many data sets and
-budgets. The noise of T steps moves every weight by a random walk. A rate at which that walk is too
-long drowns what is learnt, at one at which it is short steps are wasted; what is best in between
-hardly depends on the number of records and clients, on the budget or the number of steps.
+budgets. The noise of T steps moves every weight in a random walk. At too high a rate the walk is so
+long that it drowns what is learnt; at too low a rate steps are wasted. The best length in between
+hardly depends on the number of records and clients, the budget or the number of steps.
 
-A run without a table of latencies asks its clients for one before it searches. The answers are in
-the run folder (``latency.json``), so a run that is resumed does not ask again.
+A run without a table of latencies asks its clients for one before it searches. The answers are
+saved in the run folder (``latency.json``), so a resumed run does not ask again.
 """
 
 import math
@@ -45,14 +45,14 @@ from fednas_flwr.spaces.costs import load_table, measure_network, space_costs, t
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_table, to_json
 
-LAST_RATE = 0.1  # of the learning rate, in the last round
-LEAST_MULTIPLY_ADDS = 10_000_000  # of one record, from which bfloat16 is faster
+LAST_RATE = 0.1  # share of the learning rate that is left in the last round
+LEAST_MULTIPLY_ADDS = 10_000_000  # per record; from this number on bfloat16 is faster
 
 
 def with_learning_rate(run: Run) -> Config:
-    """Return the run's configuration with the learning rate of retraining that is to be taken.
+    """Return the run's configuration with the learning rate that retraining is to use.
 
-    A resumed run keeps the one that it began with, whoever is connected now.
+    A resumed run keeps its first learning rate, regardless of which clients are connected now.
     """
     config, privacy = run.config, run.config.dp
     if not privacy or not follows_noise(config):
@@ -75,12 +75,12 @@ def with_learning_rate(run: Run) -> Config:
 
 
 def with_precision(run: Run, config: Config, description: Description) -> Config:
-    """The configuration with the number format of retraining, where it is ``auto``.
+    """The configuration with the number format of retraining, chosen if it is ``auto``.
 
-    It is bfloat16 where this processor computes in it, the clients are its own, and the network has
-    no grouped convolutions and so many multiply-adds that its steps gain by it
-    (``scripts/bench_precision.py``); float32 on a GPU, where a step lasts as long as its kernels
-    take to start, and with privacy. A resumed run keeps the one that it began with.
+    It is bfloat16 if this processor computes in it, the clients run on this machine, and the
+    network has no grouped convolutions and so many multiply-adds that its steps become faster
+    (``scripts/bench_precision.py``). It is float32 with privacy and on a GPU, where the time of a
+    step is that of starting its kernels. A resumed run keeps its first format.
     """
     if config.training.precision != AUTO:
         return config
@@ -103,7 +103,7 @@ def with_precision(run: Run, config: Config, description: Description) -> Config
 
 
 def explained(run: Run) -> list[str]:
-    """Explain each kind of release of a private run, and what its terms follow from."""
+    """Explain each kind of release of a private run, and the origin of its terms."""
     config, privacy = run.config, run.config.dp
     assert privacy
     known = [properties["splits"] for properties in run.cohort.properties.values()]
@@ -148,10 +148,10 @@ def noise_per_step(
     """The standard deviation of the noise in a value of a step's mean gradient.
 
     Args:
-        release: A stage's releases of gradients, their noise calibrated.
+        release: A stage's releases of gradients, with calibrated noise.
         batches: Every client's expected batch.
         asked: Number of clients that answer in a step.
-        honest: Of how many clients a secure sum needs the noise; where all answer, it has more.
+        honest: Number of clients whose noise a secure sum needs; if all answer, it has more noise.
     """
     if release.noise_multiplier is None:
         raise ValueError(f"the noise of {release.key} is not calibrated yet")
@@ -161,14 +161,14 @@ def noise_per_step(
 
 
 def learning_rate(walk: float, noise: float, *, steps: int, momentum: float) -> float:
-    """The rate at which the noise of all steps gives each weight a deviation of ``walk``.
+    """The learning rate at which the noise of all steps gives each weight a deviation of ``walk``.
 
-    ``walk (1 - m) / (noise sqrt(T))``: a step of momentum m moves a weight by ``lr / (1 - m)`` of
-    its noise in the end.
+    ``walk (1 - m) / (noise sqrt(T))``: with momentum m, a step moves a weight in the end by ``lr /
+    (1 - m)`` times its noise.
 
     Args:
-        walk: The standard deviation, > 0, as if the rate never fell.
-        noise: From :func:`noise_per_step`.
+        walk: The standard deviation, > 0, computed as if the rate never fell.
+        noise: Result of :func:`noise_per_step`.
         steps: T, at least 1.
         momentum: m, from 0 to below 1.
     """
@@ -179,10 +179,10 @@ BATCH_SIZE, PASSES = 1, 5
 
 
 def with_latency(run: Run) -> Config:
-    """Return the run's configuration, its latency table made by its clients if it needs one.
+    """Return the run's configuration, with a latency table from its clients if it needs one.
 
     Raises:
-        QuorumError: Too few clients sent a table of the run's space.
+        QuorumError: Too few clients sent a table for the run's search space.
     """
     config, path = run.config, run.folder / LATENCY_FILE
     algorithm = config.algorithm
@@ -199,10 +199,10 @@ def with_latency(run: Run) -> Config:
 
 
 def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> dict[str, Any] | None:
-    """Return the cost of a searched network beside its target; None without a target.
+    """Return the cost of a searched network and its target; None without a target.
 
-    With a table of this machine's kind also what it takes, measured here with the table's batch
-    and threads.
+    If the table is of this machine's kind, the result also has the latency measured here, with the
+    table's batch size and threads.
     """
     algorithm, device = config.algorithm, make_device(config.runtime.device)
     hardware = getattr(algorithm, "hardware", None) if "search" in config.stages else None

@@ -1,8 +1,8 @@
-"""Copies of the trained network that sites fine-tune for themselves, where these are better there.
+"""Copies of the trained network that sites fine-tune for themselves and keep if they are better.
 
-A site's validation records tell its copy's gain, as far as nothing was trained on them; few records
-tell little, and so a gain is shrunk towards those at all sites. Main functions: :func:`compared`
-and :func:`keep`.
+A copy's gain is measured on its site's validation records, if nothing was trained on them. Few
+records give an uncertain gain, which is therefore shrunk towards the gains at all sites. Main
+functions: :func:`compared` and :func:`keep`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,17 +20,17 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 
-EPOCHS, RATE = 5, 0.1  # of fine-tuning; its rate as a share of retraining's first one
-SMALLEST_VARIANCE = 1e-12  # of a record's gain
-Result = Mapping[str, Any]  # of one site
+EPOCHS, RATE = 5, 0.1  # of fine-tuning; the rate is a share of retraining's first rate
+SMALLEST_VARIANCE = 1e-12  # of the gain per record
+Result = Mapping[str, Any]  # result of one site
 
 
 def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTraining:
-    """The training of a copy: like that of retraining's last round, but more, at another rate.
+    """The training of a copy: that of retraining's last round with more epochs and another rate.
 
     Args:
         local: Local training of the last round.
-        lr: Rate of the first round.
+        lr: Learning rate of retraining's first round.
         split: Records to train on.
     """
     weights = replace(local.weights, lr=RATE * lr, min_lr=RATE * lr)
@@ -38,15 +38,15 @@ def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTr
 
 
 def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:
-    """Gains of sites, shrunk towards the mean over all sites by how much sites differ.
+    """Gains of sites, shrunk towards the mean over all sites; the less sites differ, the more.
 
     Empirical Bayes with normal distributions: the sites' true gains have the variance of
-    DerSimonian and Laird (1986, doi 10.1016/0197-2456(86)90046-2), and a record's the same one at
-    all sites, since a few records of one site do not tell theirs.
+    DerSimonian and Laird (1986, doi 10.1016/0197-2456(86)90046-2). The variance of a record's gain
+    is assumed equal at all sites, since a site's few records cannot show its own.
 
     Args:
-        gains: By site, the sum over its records of how much a copy's loss is lower, the sum of
-            squares, and the number of records, at least 1.
+        gains: For each site, the sum over its records of the copy's decrease in loss, the sum of
+            the squares, and the number of records, at least 1.
     """
     if not gains:
         return {}
@@ -65,13 +65,13 @@ def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:
 
 
 def compared(answers: Sequence[Result], known: Sequence[Result]) -> list[dict[str, Any]]:
-    """Results of sites' copies with their shrunken ``gain``, and whether a site ``keeps`` its own.
+    """Results of sites' copies with their shrunken ``gain``; ``keeps`` is True if a site keeps it.
 
     Args:
-        answers: By site, scores on test records, and its ``gain`` as it is told; a site without
-            validation records has none, and keeps no copy.
-        known: What this has found of a network like it, trained without validation records; else
-            empty.
+        answers: For each site, scores on test records and the ``gain`` that it reports. A site
+            without validation records has no gain and keeps no copy.
+        known: Earlier results of this function for a network like it that was trained without
+            validation records; else empty.
     """
     told = {one["client"]: tuple(one["gain"]) for one in answers if one.get("gain")}
     gains = {one["client"]: one["gain"] for one in known} or shrunken(told)
@@ -88,12 +88,12 @@ def keep(
     among: Collection[int],
     save: Callable[[Path], object],
 ) -> dict[int, Path]:
-    """Train the copies of some sites, and write each; return their folders.
+    """Train the copies of some sites and save them; return their folders.
 
     Args:
         run: The run.
-        network: The trained network; it has a site's weights when that copy is saved.
-        states: Its states.
+        network: The trained network; it holds a site's weights while that copy is saved.
+        states: The network's states.
         local: The copies' training.
         among: The sites.
         save: Writes the network into a folder.
@@ -113,7 +113,7 @@ def keep(
             folders[client] = run.folder / "copies" / f"client_{client}"
             folders[client].mkdir(parents=True, exist_ok=True)
             save(folders[client])
-    except QuorumError as error:  # the run has its model
+    except QuorumError as error:  # the run already has its model
         run.log.emit("warning", message=f"few sites could fine-tune their copies: {error}")
     load_states(network, states)
     return folders

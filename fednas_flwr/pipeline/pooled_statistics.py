@@ -1,8 +1,8 @@
-"""Statistics by which all clients standardise a table for which none are declared.
+"""Statistics by which all clients standardise a table without declared statistics.
 
-Without privacy they tell the moments of their columns with what else they say of themselves
-(:func:`found_statistics`). Private clients release noised means within the ranges that are declared
-(:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
+Without privacy, clients report the moments of their columns along with their other properties
+(:func:`found_statistics`). Private clients release noised means within the declared ranges
+(:func:`noised_statistics`). Either happens once, and a resumed run keeps the same statistics.
 """
 
 import math
@@ -23,10 +23,10 @@ from fednas_flwr.server.exchange import Exchange
 
 
 def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
-    """Return the statistics of the run that goes on, None if it has none.
+    """Return the statistics of a resumed run; None if it has none.
 
     Args:
-        earlier: Its events; empty of a new run.
+        earlier: The run's earlier events; empty for a new run.
     """
     known = [event for event in earlier if event["event"] == "statistics"]
     values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
@@ -41,9 +41,9 @@ def _emitted(statistics: stats.Statistics, cohort: Cohort, **more: float) -> sta
 def found_statistics(prepared: Prepared, cohort: Cohort) -> stats.Statistics:
     """Pooled moments of the clients' train parts.
 
-    A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
-    far from the others' is named in a warning, and moves the statistics only as far as
-    :func:`~fednas_flwr.data.statistics.bounded` lets it.
+    A client with impossible moments is asked no more. If there are three or more clients, one whose
+    moments are far from the others' is named in a warning, and its influence on the statistics is
+    limited by :func:`~fednas_flwr.data.statistics.bounded`.
 
     Raises:
         QuorumError: Too few clients are left.
@@ -79,15 +79,15 @@ def found_statistics(prepared: Prepared, cohort: Cohort) -> stats.Statistics:
 
 
 def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float]:
-    """Return what the clients' noised sums of one release amount to.
+    """Return the total of the clients' noised sums of one release.
 
     Args:
-        cohort: To clients that have committed to it.
-        exchange: Asks for it; its one layout has one vector.
+        cohort: Connected to clients that have committed to the release.
+        exchange: Asks for the release; its only layout has one vector.
 
     Returns:
-        The sum, float64; the number of records that it is of; and the standard deviation of the
-        noise in each of its values.
+        The sum, float64; the number of records in it; and the standard deviation of the noise in
+        each of its values.
 
     Raises:
         QuorumError: Too few clients answer.
@@ -96,11 +96,11 @@ def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float
     total, records, noises = torch.zeros(()).double(), 0.0, 0.0
     honest = next(iter(cohort.properties.values())).get("honest_sites", 1)
     for client, reply in cohort.ask(exchange):
-        declared = cohort.properties.get(client)  # none of a secure sum, whose weights are as told
+        declared = cohort.properties.get(client)  # none in a secure sum: its weights are reported
         batch = planned.expected_batch(declared["splits"]) if declared else reply.num_examples
         total = total + unpack(reply.states[kind], exchange.layouts[kind])[kind].double()
         records += reply.num_examples
-        scale = reply.num_examples / batch  # of a client whose weight is limited
+        scale = reply.num_examples / batch  # not 1 if a client's weight is limited
         noises += scale**2 * reply.sites / (honest if planned.shared else 1)
     return total, records, (planned.noise_multiplier or 0.0) * math.sqrt(noises)
 
@@ -108,13 +108,13 @@ def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float
 def noised_statistics(
     prepared: Prepared, cohort: Cohort, schedule: Sequence[PlannedRelease], *, data_set: str | None
 ) -> stats.Statistics:
-    """Return the statistics that the clients' noised releases tell, one of each client.
+    """Return the statistics that follow from the clients' noised releases, one per client.
 
     Args:
-        prepared: Standardised by the ranges that are declared, or of pooled features.
-        cohort: To clients that have committed to the schedule. It emits the event ``statistics``,
-            and the sentence of the report.
-        schedule: The run's.
+        prepared: Data standardised by the declared ranges, or data of pooled features.
+        cohort: Connected to clients that have committed to the schedule. It emits the event
+            ``statistics`` and the sentence for the report.
+        schedule: The run's schedule.
         data_set: The id that the sites' policies give the data.
 
     Raises:

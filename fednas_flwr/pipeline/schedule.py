@@ -1,9 +1,10 @@
-"""The schedule of a private run: every kind of release, in order, and the terms of each.
+"""The schedule of a private run: every kind of release, in order, with its terms.
 
-It follows from what the strategies state of each round, the declared numbers of records and the
-rounds still to do. Noise that is not given is calibrated to what a run may cost: to an epsilon of
-its own, or the search's to its shares of the target epsilon, then retraining's to what all others
-leave of it. Noise that is given stands.
+It follows from the releases that the strategies state for each round, the declared numbers of
+records and the rounds still to do. Noise that is not given is calibrated to the cost that a run may
+have. A kind of noise with an epsilon of its own is calibrated to that. Otherwise the noise of the
+search is calibrated to its shares of the target epsilon, then that of retraining to what all others
+leave of it. Noise that is given is not changed.
 """
 
 import math
@@ -28,13 +29,13 @@ from fednas_flwr.settings.incompatible import by_client, searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED
 
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
-GIVEN = ("metrics", "scores", STATISTICS)  # whose noise is never calibrated
-RARER = 0.1  # share of records of the rarer class, for which the error of scores is planned
-SCORES_SHARE = 0.25  # of epsilon, that scores cost at most if they are released alone
+GIVEN = ("metrics", "scores", STATISTICS)  # kinds whose noise is not calibrated here
+RARER = 0.1  # share of records in the rarer class for which the error of scores is planned
+SCORES_SHARE = 0.25  # largest share of epsilon that scores cost if they are released alone
 
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
 Schedule = list[PlannedRelease]
-Turns = Mapping[str, Sequence[int]]  # by stage, the rounds in which a client may be asked
+Turns = Mapping[str, Sequence[int]]  # for each stage, the rounds in which a client may be asked
 
 
 def make_schedules(
@@ -46,22 +47,23 @@ def make_schedules(
     sampling: Sampling | None = None,
     least_noise: Sequence[float] = (),
 ) -> list[Schedule]:
-    """Every kind of release of each client, in order: of the rounds that may ask it.
+    """Every kind of release of each client, in order, in the rounds that may ask the client.
 
     Args:
-        config: With ``privacy=dp``.
+        config: Configuration with ``privacy=dp``.
         records: Each client's declared number of records by split.
         done: Rounds of each stage that a checkpoint covers.
-        spare: True if the largest round of each stage counts once more. The noise is calibrated for
-            that: a round that was interrupted is released, and booked, twice. It is the same for
-            all clients, and enough for the one that needs most.
-        sampling: Draws whom a round asks; None asks all.
-        least_noise: Noise multipliers below which sites refuse a release. None is calibrated below
-            that of most, or of two the lower: a site that asks for more leaves, and does not raise
-            the noise of all.
+        spare: If true, the largest round of each stage except evaluation counts once more. The
+            noise is always calibrated for that, since an interrupted round is released, and booked,
+            twice. It is the same for all clients, and enough for the client that needs most.
+        sampling: Draws the clients that a round asks; None asks all.
+        least_noise: Noise multipliers below which sites refuse a release. No noise is calibrated
+            below their median, or the lower of two: a site that requires more leaves instead of
+            raising the noise of all.
 
     Raises:
-        ConfigError: What comes before costs all of the target epsilon, or no noise keeps to it.
+        ConfigError: Earlier releases cost all of the target epsilon, or no noise keeps the cost
+            within it.
     """
     privacy = config.dp
     assert privacy
@@ -73,8 +75,8 @@ def make_schedules(
     least = _least_accepted(least_noise)
     rounds, turns = _rounds(config), turns_of(config, sampling)
     if sampling is None:
-        turns = turns[:1]  # which are all clients'
-    # for the whole run, also when it is resumed
+        turns = turns[:1]  # the same for all clients
+    # those of the whole run, also when it is resumed
     wholes = [_of_turns(rounds, turn, done={}, spare=True) for turn in turns]
     demanding = _demanding(wholes if sampling else wholes * len(records), records)
     for name in CALIBRATED:
@@ -96,7 +98,7 @@ def _least_accepted(least_noise: Sequence[float]) -> float:
 
 
 def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
-    """Each client's rounds, those in which it stands by included; without sampling all rounds."""
+    """Each client's rounds, including those in which it stands by; all rounds without sampling."""
     numbers = {stage: range(1, len(rounds) + 1) for stage, rounds in _rounds(config).items()}
     if sampling is None:
         return [numbers] * config.clients
@@ -109,14 +111,14 @@ def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
 
 
 def largest_schedule(schedules: Iterable[Schedule]) -> Schedule:
-    """The releases of each kind by the client that makes most of them."""
+    """The releases of each kind by the client that makes the most of them."""
     return plan.largest_round(list({id(schedule): schedule for schedule in schedules}.values()))
 
 
 def covered_rounds(
     schedule: Schedule, covered_steps: Mapping[str, int], to_do: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """For each stage, in order, the ``rounds`` that a budget covers, ``of`` those to do."""
+    """For each stage, in order, the ``rounds`` that a budget covers, out of ``of`` to do."""
     longest: dict[str, int] = {}
     for planned in schedule:
         longest[planned.stage] = max(planned.steps, longest.get(planned.stage, 0))
@@ -136,10 +138,10 @@ def check_covered(
     """Refuse a stage that too few clients' budgets cover.
 
     Args:
-        privacy: The run's.
-        covers: By client, one of :func:`covered_rounds`.
-        quorum: Number of clients whose budgets must cover it.
-        remark: Ends the message.
+        privacy: The run's privacy settings.
+        covers: For each client, one entry of :func:`covered_rounds`.
+        quorum: Number of clients whose budgets must cover the stage.
+        remark: End of the message.
     """
     short = {c: cover["rounds"] for c, cover in covers.items() if cover["rounds"] < cover["of"]}
     if len(covers) - len(short) >= quorum or not short:
@@ -161,9 +163,9 @@ def check_covered(
 
 
 def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
-    """The setting that gives a kind's noise, with its value; None where it is calibrated.
+    """The setting that gives a kind's noise, with its value; None if the noise is calibrated.
 
-    To an epsilon of its own it is calibrated, too, but that is given.
+    An epsilon of its own counts as given, although noise is calibrated to it.
     """
     if name == "scores":
         return f"privacy.scores_error={privacy.scores_error:g}"
@@ -182,14 +184,14 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
 def _calibrated(
     privacy: DifferentialPrivacy, name: str, planned: Schedule, declared: Mapping[str, int]
 ) -> float:
-    """The least noise multiplier with which all of a client's splits keep a target.
+    """The least noise multiplier with which all of a client's splits keep within a target.
 
-    Counted as enforcement does, so that the run reaches its last step on a fresh budget.
+    The cost is counted as in enforcement, so that the run reaches its last step on a fresh budget.
 
     Args:
-        privacy: Gives the target.
+        privacy: Privacy settings with the target.
         name: Name of the noise.
-        planned: All releases, those with noise that is known already count as others.
+        planned: All releases; those whose noise is already known count as other costs.
         declared: The client's number of records by split.
     """
     releases = [release for release in planned if release.noise_name == name]
@@ -239,10 +241,10 @@ def _least_noise(
     steps: int,
     others: Sequence[Release] = (),
 ) -> float:
-    """The least noise multiplier of some steps with which one client keeps a target epsilon.
+    """The least noise multiplier of some steps with which one client keeps within a target epsilon.
 
     Raises:
-        ValueError: None is enough.
+        ValueError: No noise is enough.
     """
     return calibrate_noise(
         target_epsilon=target,
@@ -255,7 +257,7 @@ def _least_noise(
 
 
 def _share(privacy: DifferentialPrivacy, name: str, split: str, planned: Schedule) -> float:
-    """The share of epsilon up to which a kind of release may fill a split."""
+    """The share of a split's epsilon up to which this kind of release may be calibrated."""
     reading = [release for release in planned if split in release.splits]
     if name == "rewards":
         others = [release for release in reading if release.noise_name != name]
@@ -266,9 +268,9 @@ def _share(privacy: DifferentialPrivacy, name: str, split: str, planned: Schedul
 
 
 def _scores_noise(config: Config, records: Records) -> float | None:
-    """The noise multiplier of scores' counts: by the error that AUROC may have, or what they cost.
+    """The noise multiplier of scores' counts: from AUROC's allowed error, but at a limited cost.
 
-    Where noise is not shared each client adds all of its own.
+    Unless noise is shared, each client adds the full noise.
     """
     privacy = config.dp
     assert privacy
@@ -282,19 +284,19 @@ def _scores_noise(config: Config, records: Records) -> float | None:
 
 
 def for_data(config: Config, prepared: Prepared, *, least_noise: Sequence[float]) -> Config:
-    """The configuration with the releases that the data ask for.
+    """The configuration with the releases that the data call for.
 
-    Scores are released of two classes only. The mean of a backbone's pooled features, which is most
-    of each, is released where nothing says how much noise other releases have, with that of
-    ``statistics_share``, which is 0 of all else.
+    Scores are released for two classes only. The mean of a backbone's pooled features makes up most
+    of each feature. It is released if neither its own noise nor that of retraining is given, and
+    then its noise follows from ``statistics_share``. Otherwise ``statistics_share`` becomes 0.
 
     Args:
-        config: Of the run.
-        prepared: Its data.
-        least_noise: As of :func:`make_schedules`.
+        config: The run's configuration.
+        prepared: The run's data.
+        least_noise: As for :func:`make_schedules`.
 
     Raises:
-        ConfigError: No noise keeps statistics to their share.
+        ConfigError: No noise keeps statistics within their share.
     """
     privacy, train = config.dp, prepared.train
     if not privacy:
@@ -320,7 +322,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
     privacy = config.dp
     assert privacy
-    # whose clients commit to their groups' rounds, too
+    # in CFDNAS, clients commit to their groups' rounds, too
     config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
@@ -356,9 +358,9 @@ def _of_turns(
 def _demanding(
     wholes: Sequence[Schedule], records: Records
 ) -> list[tuple[Schedule, Mapping[str, int]]]:
-    """The clients that may need most noise: none certainly needs less than another.
+    """The clients that may need the most noise: none of them certainly needs less than another.
 
-    One that takes no more steps of any kind than another, at no higher rates, needs no more.
+    A client with no more steps of any kind than another, at no higher rates, needs no more noise.
     """
     keys = sorted({release.key for whole in wholes for release in whole})
     demands: dict[tuple[float, ...], tuple[Schedule, Mapping[str, int]]] = {}

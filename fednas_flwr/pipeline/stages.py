@@ -1,7 +1,7 @@
 """The stages of a run, in order: search, derive, retrain, export, evaluate, report.
 
-Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that was killed goes
-through the same stages again and finds its rounds done.
+They run on the server, over any Grid. Each round leaves a checkpoint. A run that was killed goes
+through the same stages again and skips the rounds that are done.
 """
 
 import json
@@ -60,16 +60,16 @@ from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, laye
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
 
-RARE = 0.3  # share of records below which accuracy says little of the rarer of two classes
+RARE = 0.3  # below this share of records, accuracy says little about the rarer of two classes
 
 
 class Trained(NamedTuple):
     """A retrained network.
 
     Attributes:
-        description: From which it is built.
+        description: Description from which it is built.
         network: Its module.
-        states: Its packed states, as clients are sent them.
+        states: Its packed states, in the form in which clients receive them.
     """
 
     description: dict[str, Any]
@@ -81,10 +81,10 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     """Run all stages that ``config.stages`` names and write their results into the run folder.
 
     Args:
-        config: With ``run_dir`` set to an existing folder.
-        grid: Flower's way to the clients.
+        config: Configuration with ``run_dir`` set to an existing folder.
+        grid: Flower's connection to the clients.
         log: Receives every event.
-        resumed: True if the folder held a run that is continued.
+        resumed: True if the folder holds a run that is to be continued.
 
     Raises:
         QuorumError: Too few clients answered.
@@ -92,11 +92,11 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     """
     torch.set_num_threads(config.runtime.threads)
     circumstances = _circumstances() | {"own": own_parts(config)}
-    if config.runtime.name == "inline":  # elsewhere every client's process chooses its own
+    if config.runtime.name == "inline":  # elsewhere every client's process chooses its own device
         circumstances["device"] = str(networks.make_device(config.runtime.device))
     with log.attempt(resumed=resumed, circumstances=circumstances):
-        # A resumed run books under another name, since what it repeats is released again; but one
-        # that people have approved meanwhile keeps the name that they have approved.
+        # A resumed run books under another name, since what it repeats is released again. A run
+        # that people have approved meanwhile keeps the name that they approved.
         earlier = read_events(config.folder / EVENTS_FILE) if resumed else []
         run = begin(config, grid, log, circumstances, earlier=earlier)
         with suppress(OutOfTimeError):
@@ -104,9 +104,9 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
 
 
 def _run_from_search(run: Run) -> None:
-    """Search, retrain, export and evaluate, as far as the configuration says.
+    """Search, retrain, export and evaluate, whichever of these the configuration names.
 
-    A network that is trained is exported before anything can go wrong with its test.
+    A trained network is exported before its test, in which something may go wrong.
     """
     config = run.config
     if isinstance(config.algorithm, CFDNASSettings):
@@ -130,7 +130,7 @@ def _run_from_search(run: Run) -> None:
 
 
 def _run_and_report_spending(run: Run) -> None:
-    """Take a run, or one of its groups, through its stages; report its spending."""
+    """Run all stages of a run, or of one of its groups, and report its spending."""
     try:
         _run_from_search(run)
     finally:
@@ -139,9 +139,10 @@ def _run_and_report_spending(run: Run) -> None:
 
 
 def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
-    """Return the genotype, None for a network by name, and the hyper-parameters of retraining.
+    """Return the genotype and the hyper-parameters of retraining.
 
-    The latter is None where the retrain settings stand.
+    The genotype is None for a network by name; the hyper-parameters are None if those of the
+    settings apply.
     """
     config, configuration = run.config, None
     if searches(config):
@@ -150,7 +151,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     else:
         found = networks.given_genotype(config)
         if found is None:
-            (run.folder / GENOTYPE_FILE).unlink(missing_ok=True)  # of a network that was found
+            (run.folder / GENOTYPE_FILE).unlink(missing_ok=True)  # that of a network found before
             return None, None
         genotype = found
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
@@ -167,7 +168,7 @@ def start_search(
         prepare: Called with the strategy before the first round.
 
     Raises:
-        OutOfTimeError: The run's time has ended before.
+        OutOfTimeError: The run's time has ended before that round.
     """
     run.config = config = later.with_latency(run)
     kept = {"checkpoints": run.checkpoints, "schedule": run.schedule}
@@ -215,7 +216,7 @@ def retrain(
 
 
 def _export(run: Run, trained: Trained, threshold: float | None = None) -> None:
-    """Write the model's files, with the threshold of its labels once that is known."""
+    """Write the model's files, including the threshold of its labels once it is known."""
     model = _model(run, trained, threshold)
     export_safetensors(model, run.folder)
     path, difference = export_onnx(model, run.folder)
@@ -224,7 +225,7 @@ def _export(run: Run, trained: Trained, threshold: float | None = None) -> None:
 
 
 def _model(run: Run, trained: Trained, threshold: float | None) -> Model:
-    """Return the network with all that it needs to know of raw records."""
+    """Return the network with all that is needed to apply it to raw records."""
     made = trained.description | ({"weights": None} if "weights" in trained.description else {})
     positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
     inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
@@ -232,7 +233,7 @@ def _model(run: Run, trained: Trained, threshold: float | None) -> Model:
 
 
 def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[int, Path]:
-    """Write the models of the sites that keep a copy of their own; return their folders."""
+    """Write the models of the sites that keep their own copies; return their folders."""
     sites = personal_copies.keeping(run)
     if not sites or is_beside(run.folder):
         return {}
@@ -253,7 +254,7 @@ def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[in
 def _evaluate(run: Run, trained: Trained) -> float | None:
     """Measure the network on the server's test set and on every client's own test records.
 
-    Returns the threshold at which it was, None of the most probable class.
+    Returns the threshold that was used; None if the most probable class is predicted.
     """
     config, prepared, (description, network, states) = run.config, run.prepared, trained
     device = networks.make_device(config.runtime.device)
@@ -271,12 +272,12 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
         if shows_clients and (thresholded or holds_out):
             replies = _validated(run, trained, summed=metric if holds_out else None)
             counted = [reply for reply in replies if "histogram" in reply.properties]
-            if choice:  # on records that it had not been trained on
+            if choice:  # chosen on records that were not trained on
                 threshold = choice.run.last("evaluated").get("threshold")
             elif thresholded and counted:
                 threshold = metrics.best_threshold(
                     [reply.properties["histogram"] for reply in counted],
-                    [reply.num_examples for reply in counted],  # and not what it has counted
+                    [reply.num_examples for reply in counted],  # instead of the client's own count
                 )
             if holds_out and replies:
                 classes = len(objective.scored_classes(prepared.num_classes))
@@ -312,7 +313,7 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
                 )
             elif test.features.dtype == torch.uint8 and has_accuracy and not objective.multi_label:
                 central["mistakes"] = mistakes(prepared.server_test, logits, labels)
-        plain = replace(objective, threshold=None)  # which is the network's alone
+        plain = replace(objective, threshold=None)  # the threshold is the network's alone
         baselines = _baselines(run, plain) if pools_records(config) else {}
         data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
@@ -352,7 +353,7 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
 
 
 def _metric(run: Run, released: NoisedScores | None) -> str:
-    """The score that networks are compared by: as set, or by the clients' classes."""
+    """The score by which networks are compared: as set, or chosen by the clients' classes."""
     settings = run.config.evaluation
     if settings.metric is not None:
         return settings.metric
@@ -381,7 +382,7 @@ def _validated(run: Run, trained: Trained, *, summed: str | None) -> list[Reply]
 
 
 def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
-    """What private clients' noised counts tell of scores; None if nothing was planned, or too few.
+    """Scores from private clients' noised counts; None if none are planned or too few answer.
 
     Counts are summed over the clients that answer.
     """
@@ -432,7 +433,7 @@ def _ask_tests(
                 most = cohort.properties[client]["splits"]["validation"]
                 fields |= {"gain": gain} if gain[2] <= most else {}
             results.append(objective.reported(reply.metrics) | fields)
-    except QuorumError as error:  # the trained network is worth more than its test
+    except QuorumError as error:  # a failed test must not lose the trained network
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results
 
@@ -453,7 +454,7 @@ def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining
 
 
 def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
-    """Return the fine-tuning of a site's copy, on the records that retraining has, too."""
+    """Return the fine-tuning of a site's copy, on the same records as retraining."""
     retrain = run.config.retrain
     split = "train" if retrain.evaluate_every else "train+validation"
     local = _last_round(later.with_precision(run, run.config, description), description)
@@ -461,10 +462,10 @@ def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
 
 
 def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
-    """Send the exported model, or its copy, to real sites that keep models; tell which have it.
+    """Send the exported model, or a site's copy, to real sites that keep models; emit who has it.
 
-    File, card and signature go in one message to each. Simulated clients are not asked: their model
-    lies in the run folder. Whatever goes wrong is a warning: the run has its model.
+    File, card and signature go in one message to each site. Simulated clients are not asked: their
+    model is in the run folder. Any failure is only a warning, as the run already has its model.
     """
     keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
     if not has_real_sites(run.config) or not keeping or is_beside(run.folder):
@@ -496,7 +497,7 @@ def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
 
 
 def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
-    """Build the request that goes to every site beside the file's bytes.
+    """Build the request that goes to every site along with the file's bytes.
 
     Raises:
         ConfigError: There is no key to sign with, or the model or its card is too large.
@@ -545,7 +546,7 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
 
 
 def _circumstances() -> dict[str, Any]:
-    """Describe the machine and the software of a run, for its readers."""
+    """Describe the machine and the software of a run, for those who read its results."""
     return {
         "versions": {
             "fednas_flwr": fednas_flwr.__version__,
@@ -560,7 +561,7 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the package's folder, None when it is not a checkout."""
+    """Return the git commit of the package's folder; None if it is not a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     command += ["--abbrev=12"]
     with suppress(OSError, subprocess.CalledProcessError):

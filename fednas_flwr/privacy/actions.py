@@ -1,14 +1,14 @@
-"""All actions that a client can be asked for, and the parts of a reply that depend on records.
+"""All actions that can be requested of a client, and the parts of replies that depend on records.
 
-This table is the whole surface on which data can leave a client. In private mode a reply carries
-nothing beside its header, layout digests and number of examples, which are public, but ``releases``
-and the properties that stand beside its request (``protocol.requests``).
+This table is the whole surface through which data can leave a client. In private mode a reply
+carries only its header, layout digests and number of examples, which are public, ``releases``, and
+the properties that are listed with its request (``protocol.requests``).
 """
 
 from dataclasses import dataclass
 
-SUPERNET = "supernet"  # name of the network that the run's search space gives
-SPLIT_OF = {"alphas": "validation", "weights": "train"}  # what each state's gradient reads
+SUPERNET = "supernet"  # name of the network that the run's search space provides
+SPLIT_OF = {"alphas": "validation", "weights": "train"}  # split read by a state's gradient
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Action:
     """One action.
 
     Attributes:
-        releases: States and metrics that depend on records: with privacy noised and booked, or
-            computed from what was.
+        releases: States and metrics that depend on records. With privacy they are noised and
+            booked, or computed from values that were.
         metrics: The only metrics that a reply may carry.
         gradients_of: States that are returned as sums over records, mostly of gradients.
-        of_supernet: True if it is about the supernet, whatever its request says.
-        trains: True if it returns the model that it was sent, trained.
-        never_private: True if no noise is defined for what it returns.
-        note: What it does, as the template of policies says it.
+        of_supernet: True if it concerns the supernet, whatever its request says.
+        trains: True if it trains the model that it was sent and returns it.
+        never_private: True if no noise is defined for the values that it returns.
+        note: Description of the action in the template of policies.
         usual: True if that template allows it.
     """
 
@@ -38,7 +38,7 @@ class Action:
 
     @property
     def is_public(self) -> bool:
-        """True if a private reply releases nothing of the records."""
+        """True if a private reply releases nothing about the records."""
         return not self.releases
 
 
@@ -64,9 +64,9 @@ ACTIONS = {
         gradients_of=("statistics",),
         note="noised means and deviations of columns, or means of features",
     ),
-    # what the site measures with the model stays there
+    # the site's measurements of the model stay there
     "query.keep_model": Action(note="takes the trained model for this site, into state/models"),
-    # what masks hide is noised, if at all, before it is masked
+    # values are noised, if at all, before they are masked
     "query.sign_survivors": Action(note="of secure sums, see the end of this file"),
     "query.open_masks": Action(note="of secure sums, too"),
     "train.weight_gradient": _gradients("weights", note="a step's noised gradient of the weights"),

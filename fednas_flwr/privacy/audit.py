@@ -1,12 +1,12 @@
-"""Tests of replies to chosen records: their noise, the influence of a unit, the units drawn.
+"""Tests of replies to chosen records: their noise, a unit's influence, and the units drawn.
 
-A release is committed to as a sum of contributions, of norm 1 at most, of the units that are drawn,
-plus N(0, sigma^2 I). Replies to records that the auditor has chosen, canaries, can refute it:
-:class:`ReleaseTest`. Lengths are in units of the clipping norm. Every limit is wrong with
-probability ``miss`` at most if noise is Gaussian and independent; other noise is refuted for its
-lack of variance.
+The commitment says that a release is a sum of contributions, of norm at most 1, of the units that
+are drawn, plus N(0, sigma^2 I). Replies to canaries, which are records that the auditor has chosen,
+can refute it: :class:`ReleaseTest`. Lengths are in units of the clipping norm. Every limit is wrong
+with probability at most ``miss`` if noise is Gaussian and independent; other noise is refuted for
+its lack of variance.
 
-Not for choosing noise, and no substitute for an accountant.
+The tests are not for choosing noise and do not replace an accountant.
 """
 
 import math
@@ -17,10 +17,10 @@ import torch
 from scipy import stats  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
-SHOWN = 0.999  # probability with which a fault is found that an audit is said to find
-LEAST_DRAWN, MOST_CANARIES = 16, 2048  # of replies by the run's own rate
+SHOWN = 0.999  # probability of finding a fault that an audit claims to find
+LEAST_DRAWN, MOST_CANARIES = 16, 2048  # of replies at the run's own rate
 ROUNDING = 1e-3
-SLACK = 1.1  # of the variance: noise of secure sums is a little more than was committed to
+SLACK = 1.1  # of the variance: noise of secure sums slightly exceeds the commitment
 
 
 def variance_limits(squares: float, count: int, *, miss: float) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def variance_limits(squares: float, count: int, *, miss: float) -> tuple[float, 
     Args:
         squares: Sum of squares of independent values of mean 0.
         count: Number of values, at least 1.
-        miss: Of each limit, strictly between 0 and 1.
+        miss: Error probability of each limit, strictly between 0 and 1.
 
     Example:
         >>> low, high = variance_limits(250.0, 1000, miss=1e-6)
@@ -41,9 +41,9 @@ def variance_limits(squares: float, count: int, *, miss: float) -> tuple[float, 
 
 
 def values_for_half(*, miss: float) -> int:
-    """Return the least number of values that show half the deviation, as often as ``SHOWN``.
+    """Return the least number of values that reveal half the deviation with probability ``SHOWN``.
 
-    Half is shown by an upper limit (:func:`variance_limits`) below the variance that is expected.
+    Half is revealed by an upper limit (:func:`variance_limits`) below the expected variance.
     """
     count = 2
     while stats.chi2.isf(1 - SHOWN, count) / 4 >= stats.chi2.ppf(miss, count):
@@ -54,14 +54,14 @@ def values_for_half(*, miss: float) -> int:
 def length_limits(squares: float, count: int, *, miss: float) -> tuple[float, float]:
     """Return a lower and an upper limit of the length of a mean.
 
-    By the tails of the noncentral chi-square distribution of Birgé (2001), Lemma 8.1: with squared
-    length L, count c and ``x = log(1 / miss)`` it is above ``c + L + 2 sqrt((c + 2 L) x) + 2 x``
-    with probability ``miss`` at most, and as rarely below ``c + L - 2 sqrt((c + 2 L) x)``.
+    The limits use the tails of the noncentral chi-square distribution (Birgé 2001, Lemma 8.1): with
+    squared length L, count c and ``x = log(1 / miss)`` it is above ``c + L + 2 sqrt((c + 2 L) x) +
+    2 x`` with probability at most ``miss``, and as rarely below ``c + L - 2 sqrt((c + 2 L) x)``.
 
     Args:
         squares: Sum of squares of independent values of variance 1.
         count: Number of values, c, at least 1.
-        miss: Of each limit, strictly between 0 and 1.
+        miss: Error probability of each limit, strictly between 0 and 1.
 
     Returns:
         Limits of the length of the vector of their means, at least 0.
@@ -79,11 +79,11 @@ def length_limits(squares: float, count: int, *, miss: float) -> tuple[float, fl
 
 
 def shows_twice(length: float, count: int, *, miss: float) -> bool:
-    """Return whether twice a length has a lower limit above it, as often as ``SHOWN``.
+    """Return True if, with probability ``SHOWN``, twice a length has a lower limit above it.
 
     Args:
-        length: Of a mean, over the deviation of each value; above 0.
-        count: As of :func:`length_limits`.
+        length: Length of a mean, over the deviation of each value; above 0.
+        count: As in :func:`length_limits`.
         miss: Largest chance of a false finding, strictly between 0 and 1.
     """
     square = 4 * length**2
@@ -92,9 +92,9 @@ def shows_twice(length: float, count: int, *, miss: float) -> bool:
 
 
 def shows_quarter(length: float, count: int, *, miss: float) -> bool:
-    """Return whether a quarter of a length has an upper limit below half of it.
+    """Return True if a quarter of a length has an upper limit below half of it.
 
-    Arguments and how often: as of :func:`shows_twice`.
+    Arguments and probability are as in :func:`shows_twice`.
     """
     x, square = math.log(1 / (1 - SHOWN)), length**2 / 16
     most = count + square + 2 * math.sqrt((count + 2 * square) * x) + 2 * x
@@ -102,14 +102,14 @@ def shows_quarter(length: float, count: int, *, miss: float) -> bool:
 
 
 def rate_limit(drawn: float, units: int, *, miss: float) -> float:
-    """Return a lower limit of the probability by which each of some units was drawn.
+    """Return a lower limit of the probability with which each of some units was drawn.
 
     Clopper and Pearson (1934).
 
     Args:
-        drawn: How many were, rounded down.
-        units: How many there were, at least 1.
-        miss: Strictly between 0 and 1.
+        drawn: Number of units that were drawn, rounded down.
+        units: Number of units, at least 1.
+        miss: Error probability, strictly between 0 and 1.
 
     Example:
         >>> 0.4 < rate_limit(500, 1000, miss=1e-6) < 0.5
@@ -125,9 +125,9 @@ class Finding:
 
     Attributes:
         release: Key of the planned release: stage, action, kind, splits.
-        seen: What was measured, for people.
+        seen: Measurements, as text for people.
         faults: Deviations from the commitment.
-        unseen: What could not be audited, or which fault could have passed.
+        unseen: Parts that could not be audited, or faults that could have passed.
     """
 
     release: str
@@ -138,13 +138,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Numbers of replies that are compared, and of canaries.
+    """Numbers of compared replies and of canaries.
 
     Attributes:
-        replies: Without canaries.
-        planted: With canaries, all of which are drawn.
-        units: Canaries of each client in them.
-        canaries: Of each client in replies whose units are drawn at the run's rate; maybe none.
+        replies: Replies without canaries.
+        planted: Replies with canaries, all of which are drawn.
+        units: Canaries of each client in those.
+        canaries: Canaries of each client in replies whose units are drawn at the run's rate;
+            possibly none.
     """
 
     replies: int
@@ -154,7 +155,7 @@ class Amounts:
 
     @property
     def precision(self) -> float:
-        """Square root of the number of replies that a mean's change is as sure as."""
+        """Square root of the effective number of replies behind a mean's change."""
         return 1 / math.sqrt(1 / self.replies + 1 / self.planted)
 
 
@@ -163,21 +164,22 @@ class ReleaseTest:
     """Tests of one kind of release.
 
     Attributes:
-        key: Of the planned release.
+        key: Key of the planned release.
         sigma: Committed noise of a reply's values, in units of the clipping norm.
         rate: Committed rate at which each unit is drawn.
         honest: Number of clients whose canaries are in a reply.
-        parts: Where each tensor lies in a reply's values [d].
-        exact: Contribution of one canary before it is clipped [d]; None where nobody tells it.
+        parts: Place of each tensor in a reply's values [d].
+        exact: Contribution of one canary before it is clipped [d]; None if it is not known.
         is_gradient: True if it is a sum of clipped gradients.
-        is_probe: True if each value is a release, and noise is told by replies without canaries.
+        is_probe: True if each value is a release, and noise is estimated from replies without
+            canaries.
         by_client: True if a client is one unit.
-        on_path: True if only the values that a path computes with are released.
-        two_steps: Weights of the releases of two steps in the reply to one request; None where it
-            has one step, or does not tell.
-        miss: Largest chance of each test that it finds a fault in an honest client.
-        faults: Those found.
-        unseen: Those that could have passed.
+        on_path: True if only the values with which a path computes are released.
+        two_steps: Weights of the releases of two steps in the reply to one request; None if it has
+            one step, or the weights are unknown.
+        miss: Largest probability that a test finds a fault in an honest client.
+        faults: Faults that were found.
+        unseen: Faults that could have passed.
     """
 
     key: str
@@ -197,7 +199,7 @@ class ReleaseTest:
 
     @property
     def sampled(self) -> int:
-        """Number of canaries to draw batches from at the run's rate; 0 if all are drawn."""
+        """Number of canaries from which to draw batches at the run's rate; 0 if all are drawn."""
         if not self.is_gradient or self.rate == 1:
             return 0
         return min(MOST_CANARIES, math.ceil(max(LEAST_DRAWN, 20 * self.sigma**2) / self.rate))
@@ -207,9 +209,9 @@ class ReleaseTest:
         return max(int(part.stop) for part in self.parts.values())
 
     def is_shown(self, amounts: Amounts) -> bool:
-        """Return whether units are found that move a release by twice the clipping norm.
+        """Return True if units that move a release by twice the clipping norm are found.
 
-        Of gradients also whether a sum is found that is clipped in the place of its units.
+        For gradients, a sum that is clipped instead of its units must be found, too.
         """
         count = self._size if self.exact is None else len(self.parts)
         if self.is_probe:
@@ -234,14 +236,14 @@ class ReleaseTest:
             amounts: Numbers of replies and canaries.
             without: Replies without canaries [replies, d].
             planted: Replies with canaries, where all canaries are drawn [planted, d].
-            doubled: Sums of two releases without canaries [n, d]; there may be none.
-            drawn: Replies with canaries drawn at the run's rate [n, d]; there may be none.
+            doubled: Sums of two releases without canaries [n, d]; possibly none.
+            drawn: Replies with canaries drawn at the run's rate [n, d]; possibly none.
         """
         noise = _differences(without) / self.sigma
         if not self.is_probe:
             noise = torch.cat([noise, _differences(planted) / self.sigma])
         change = (planted.mean(dim=0) - without.mean(dim=0)) / self.sigma
-        # beside a path nothing is released; of all else everything is, whatever the records are
+        # outside a path nothing is released; everything else is, whatever the records are
         moved = noise.any(dim=0) | (change != 0) | (not self.on_path)
         if dead := int(((noise == 0).all(dim=0) & moved).sum()):
             self.faults.append(f"{dead:,} of {int(moved.sum()):,} values have no noise")
@@ -258,7 +260,7 @@ class ReleaseTest:
     def _noise(self, noise: Tensor, moved: Tensor, amounts: Amounts) -> str:
         """Test the noise of each tensor [n, d], in the values that have moved [d]."""
         tested = {name: noise[:, part][:, moved[part]] for name, part in self.parts.items()}
-        if self.is_probe and noise.shape[1] == 2:  # is it the same in two trials?
+        if self.is_probe and noise.shape[1] == 2:  # is the noise the same in two trials?
             tested["the difference of two trials"] = (noise[:, :1] - noise[:, 1:]) / math.sqrt(2)
         few, pairs = 0, amounts.replies // 2  # without canaries, whose layers may draw of their own
         shares, wrong = [], []
@@ -281,7 +283,7 @@ class ReleaseTest:
         return f"{lowest:.2f} to {highest:.2f} of that committed to in {len(tested)} tensors"
 
     def _repeats(self, noise: Tensor) -> None:
-        """Test the noise of sums of two releases, which more than adds up where it is the same."""
+        """Test the noise of sums of two releases; it more than adds up if both have the same."""
         assert self.two_steps is not None
         alone, same = math.hypot(*self.two_steps) ** 2, sum(self.two_steps) ** 2
         variance, count = float((noise**2).mean()) / alone, noise.numel()
@@ -336,7 +338,7 @@ class ReleaseTest:
         return length, high
 
     def _rate(self, drawn: Tensor, without: Tensor, amounts: Amounts) -> str:
-        """Test how many units the batches of some replies have [n, d]."""
+        """Test the number of units in the batches of some replies [n, d]."""
         assert self.exact is not None
         rate, total, n = self.rate, amounts.canaries * self.honest, len(drawn)
         whole = float(self.exact.norm())
@@ -359,5 +361,5 @@ class ReleaseTest:
 
 
 def _differences(replies: Tensor) -> Tensor:
-    """Subtract replies in pairs, over sqrt(2): all but noise cancels out."""
+    """Return differences of pairs of replies, over sqrt(2): all but noise cancels out."""
     return (replies[1::2] - replies[::2]) / math.sqrt(2)

@@ -1,6 +1,6 @@
-"""Releases that a run plans: one record from the strategy that plans it to the ledger's row.
+"""Releases that a run plans: one type from the strategy that plans them to the ledger's rows.
 
-A strategy states its :class:`PlannedRelease` of every round, the schedule adds them up and
+A strategy states the :class:`PlannedRelease` objects of every round, the schedule adds them up and
 calibrates their noise, a site keeps them in its ledger, and every release is checked against them.
 """
 
@@ -14,12 +14,12 @@ from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf
 
-# Different ones, at least one.
+# At least one split, all different.
 Splits = Annotated[
     tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
 ]
-BySplit = Mapping[str, int]  # numbers of records
-STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
+BySplit = Mapping[str, int]  # numbers of records by split
+STATISTICS = "statistics"  # a stage of one exchange before the search; also its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
 KINDS = ("weights", "alphas", "rewards", "metrics", "scores", STATISTICS)
 
@@ -30,18 +30,19 @@ class PlannedRelease(Checked):
 
     Attributes:
         stage: ``statistics``, ``search``, ``retrain`` or ``evaluate``.
-        action: What the client is asked.
+        action: The action that is requested of the client.
         kind: ``weights``, ``alphas``, ``rewards``, ``metrics``, ``scores`` or ``statistics``.
-        splits: What is read, and nothing else.
-        batch_size: Expected size of a step's batch; below 1, above 0, the rate at which each record
-            is drawn, but no less than one record is expected; None takes all records.
+        splits: The splits that are read; no others are.
+        batch_size: Expected size of a step's batch. A value between 0 and 1 is the rate at which
+            each record is drawn, with at least one record expected. None takes all records.
         steps: Number of releases.
-        max_grad_norm: R, the norm that each record's contribution is clipped to.
-        noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
+        max_grad_norm: R, the norm to which each record's contribution is clipped.
+        noise_multiplier: sigma; the noise has std ``sigma * R``. None if it is still to be
+            calibrated.
         shared: True if that is the noise of a secure sum's total, of which each client adds a share
-            (``noise.add_shared_noise``); else every client adds all of it.
-        of_client: True if it is not a sum over records but one contribution of the client as a
-            whole, all of whose records it reads: the unit of privacy is the client.
+            (``noise.add_shared_noise``); otherwise every client adds all of it.
+        of_client: True if it is not a sum over records but one contribution of the whole client,
+            from all of its records: the unit of privacy is the client.
     """
 
     stage: Annotated[str, OneOf(STAGES)]
@@ -57,31 +58,31 @@ class PlannedRelease(Checked):
 
     @property
     def key(self) -> str:
-        """Text that tells kinds of release apart; a run has one plan for each."""
+        """Text that identifies a kind of release; a run has one plan for each."""
         return release_key(self.stage, self.action, self.kind, self.splits)
 
     @property
     def noise_name(self) -> str:
-        """Name of the privacy setting that gives its noise: its kind's, or ``retrain``."""
+        """Name of the privacy setting that gives its noise: its kind, or ``retrain``."""
         return "retrain" if self.stage == "retrain" and self.kind == "weights" else self.kind
 
     def num_records(self, records: BySplit) -> int:
-        """Return of how many units, by split declared, it is a sum: records, persons, a client."""
+        """Return the number of units in the sum, by declared split: records, persons, a client."""
         return 1 if self.of_client else sum(records[split] for split in self.splits)
 
     def rate(self, records: BySplit) -> float:
-        """Return p, the probability at which a client with these declared records draws each."""
+        """Return p, the probability with which a client with these declared records draws each."""
         return poisson_rate(self.batch_size, self.num_records(records))
 
     def expected_batch(self, records: BySplit) -> float:
-        """Return ``p N``, the expected batch, by which sums are divided: a public number."""
+        """Return ``p N``, the expected batch size, a public number by which sums are divided."""
         return round(self.rate(records) * self.num_records(records), 9)  # 1 / 49 * 49 < 1
 
     def sum_range(self, records: BySplit) -> float:
-        """Return the largest magnitude of one client's noised sum, as a secure sum has room for.
+        """Return the largest magnitude of one client's noised sum for which a secure sum has room.
 
-        ``R (B + 6 sqrt(B (1 - p)) + 8 sigma)``, B being the expected batch: a Poisson batch is
-        larger once in 1e9 times, and the noise of one of a million values once in 1e9.
+        ``R (B + 6 sqrt(B (1 - p)) + 8 sigma)``, where B is the expected batch size. A Poisson batch
+        is larger once in 1e9 times, and the noise of one of a million values once in 1e9.
         """
         return self.clipped_range(records) + 8 * (self.noise_multiplier or 0.0) * self.max_grad_norm
 
@@ -91,7 +92,7 @@ class PlannedRelease(Checked):
         return self.max_grad_norm * (batch + 6 * math.sqrt(batch * (1 - rate)))
 
     def release(self, records: BySplit) -> Release:
-        """Return the cost of all the steps for a client with these declared records.
+        """Return the cost of all steps for a client with these declared records.
 
         Raises:
             ValueError: The noise is not calibrated yet, or a number is out of range.
@@ -111,11 +112,11 @@ def release_key(stage: str, action: str, kind: str, splits: tuple[str, ...]) -> 
 def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     """Return the releases of a round whose unit of privacy is the client.
 
-    A local training, whose steps are the client's own affair, releases one update of each state,
-    whose noise the clients share; the trials of a probe release only their rewards.
+    A local training, whose steps concern only the client, releases one update of each state;
+    clients share its noise. The trials of a probe release only their rewards.
 
     Args:
-        releases: Of the same round where the unit is the record.
+        releases: Releases of the same round if the unit is the record.
     """
     return [
         replace(
@@ -137,7 +138,7 @@ def metrics_release(stage: str, split: str) -> PlannedRelease:
 
 
 def scores_release(*, shared: bool) -> PlannedRelease:
-    """The release of counts of scores by class, over all records that a network has trained on."""
+    """Return the release of counts of scores by class, over all records trained on."""
     splits = ("train", "validation")
     return PlannedRelease(
         "evaluate", "evaluate.scores", "scores", splits, None, 1, 1.0, shared=shared
@@ -145,14 +146,14 @@ def scores_release(*, shared: bool) -> PlannedRelease:
 
 
 def statistics_release(*, shared: bool) -> PlannedRelease:
-    """Return the release of means, and deviations of a table, over all train records."""
+    """Return the release of means, and of a table's deviations, over all train records."""
     return PlannedRelease(
         STATISTICS, "query.statistics", STATISTICS, ("train",), None, 1, 1.0, shared=shared
     )
 
 
 def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
-    """Return one release of each kind, with the steps of all, in the order of the first of each."""
+    """Return one release of each kind with the steps of all, in the order of first occurrence."""
     total: dict[str, PlannedRelease] = {}
     for release in releases:
         before = total.get(release.key)
@@ -161,7 +162,7 @@ def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
 
 
 def largest_round(rounds: Sequence[Sequence[PlannedRelease]]) -> list[PlannedRelease]:
-    """Return of each kind the release of the round that has most steps of it."""
+    """Return, for each kind, the release of the round that has the most steps of it."""
     most: dict[str, PlannedRelease] = {}
     for releases in rounds:
         for release in add_up(releases):

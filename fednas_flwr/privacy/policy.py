@@ -1,12 +1,12 @@
-"""Policy of a site: its YAML file, and the check of every request against it.
+"""The policy of a site: its YAML file, and the check of every request against it.
 
-The client decides: :func:`load_policy` reads its file, :func:`template` is one to start from. Every
-key but ``account``, ``secure_sum`` and ``largest_noise_multiplier`` (100) must be there, so that
-nothing is allowed by a default that nobody read.
+The client decides: :func:`load_policy` reads its file, and :func:`template` returns one to start
+from. Every key except ``account``, ``secure_sum`` and ``largest_noise_multiplier`` (100) is
+required, so that nothing is allowed by a default that nobody has read.
 
-:func:`check_action` and :func:`check_planned` refuse a request before any data is read. Nothing
-here counts what was spent or how many steps a run has taken: a request that passes still needs a
-reservation in the ledger.
+:func:`check_action` and :func:`check_planned` refuse a request before any data is read. Neither
+spending nor the steps of a run are counted here: a request that passes still needs a reservation in
+the ledger.
 """
 
 import math
@@ -24,11 +24,11 @@ from fednas_flwr.settings import data_settings, names
 from fednas_flwr.settings.optimizers import Count, Positive
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
-# Beyond these float arithmetic, not privacy, would decide what a release hides.
+# Beyond these limits float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
-LEAST_HONEST = 2  # of one honest site's value and what colluding ones know, the sum hides nothing
-Conflicts = Iterable[tuple[object, str]]  # whether, and what is said of it
+LEAST_HONEST = 2  # a sum of one honest value and values that colluding sites know hides nothing
+Conflicts = Iterable[tuple[object, str]]  # pairs of a condition and what to say about it
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
@@ -43,8 +43,8 @@ class SumTerms(Checked):
 
     Attributes:
         roster: Fingerprint of the list of all sites' public keys, 64 hex digits.
-        least_sites: Fewest survivors of an exchange of which the site opens its mask.
-        colluding: How many of them may help the server.
+        least_sites: Smallest number of survivors of an exchange at which the site opens its mask.
+        colluding: Number of survivors that may help the server.
     """
 
     roster: Annotated[str, Length(Between(64, 64))]
@@ -52,7 +52,7 @@ class SumTerms(Checked):
     colluding: Annotated[int, Between(0, names.MOST_SITES)]
 
     def conflicts(self) -> Conflicts:
-        """Exclude sums that hide no honest site among another one."""
+        """Refuse sums in which an honest site is not hidden by another honest one."""
         yield (
             self.honest < LEAST_HONEST,
             f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
@@ -61,7 +61,7 @@ class SumTerms(Checked):
 
     @property
     def honest(self) -> int:
-        """h, the honest survivors that an opened sum has at least."""
+        """h, the least number of honest survivors in an opened sum."""
         return self.least_sites - self.colluding
 
 
@@ -70,20 +70,21 @@ class DataSetPolicy(Checked):
     """Permissions of a site for one data set; :func:`template` explains every attribute.
 
     Attributes:
-        account: The budget that is charged; data sets that overlap name the same one.
-        unit: What one of is protected: a ``record``, a ``person`` with all records, or the
-            ``client``, the site itself with all of its records.
-        records: Declared, public number of units: the only source of rates and weights.
-        fractions: Shares of the splits, which the site fixes for good: a record that were in
-            another split in another run would be charged to two budgets, each seeing half.
-        threads: torch's threads. They and the size of micro-batches decide how results are
-            rounded, hence they are the site's: a server could choose them so that one record
+        account: The budget that is charged; overlapping data sets name the same one.
+        unit: The unit that is protected: a ``record``, a ``person`` with all records, or the
+            ``client``, which is the site itself with all of its records.
+        records: Declared, public number of units; the only source of rates and weights.
+        fractions: Shares of the splits, which the site fixes permanently. A record that changed its
+            split between runs would be charged to two budgets, each of which sees half.
+        threads: Number of torch's threads. It and the size of micro-batches decide how results are
+            rounded, hence the site chooses them: a server could choose them such that one record
             changes the gradients of others.
-        micro_batch_size: Records that are computed at a time.
-        approve: ``manual``: no run releases anything before a person at the site has approved what
-            it has committed to; ``automatic``: the rules of the policy are enough.
-        secure_sum: With it the site's replies leave as parts of secure sums only, by these terms.
-        largest_noise_multiplier: Above it a release costs next to nothing, however many there are.
+        micro_batch_size: Number of records that are computed at a time.
+        approve: With ``manual``, no run releases anything before a person at the site has approved
+            its commitment. With ``automatic``, the rules of the policy are enough.
+        secure_sum: Terms of secure sums; with them the site's replies leave only as parts of secure
+            sums.
+        largest_noise_multiplier: Above it releases cost next to nothing, however many there are.
 
     Raises:
         ConfigError: A value is out of range.
@@ -112,7 +113,7 @@ class DataSetPolicy(Checked):
     largest_noise_multiplier: Positive = 100.0
 
     def conflicts(self) -> Conflicts:
-        """Exclude values that do not go with others."""
+        """Refuse values that conflict with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
         expected = f"the least, {least:g}, or more"
         yield within(largest >= least, "largest_noise_multiplier", largest, expected)
@@ -124,7 +125,7 @@ class DataSetPolicy(Checked):
 
     @property
     def by_split(self) -> dict[str, int]:
-        """Declared number of each split, rounded down; a client is in all that it has."""
+        """Declared number of units in each split, rounded down; a client is in all its splits."""
         shares = {split: self.fractions[split] for split in names.SPLITS}
         if self.unit == names.CLIENT:
             return {split: int(share > 0) for split, share in shares.items()}
@@ -132,7 +133,7 @@ class DataSetPolicy(Checked):
 
     @property
     def budget(self) -> dict[str, float]:
-        """The budget over the whole life of the data."""
+        """The budget for the whole life of the data."""
         return {"epsilon": self.epsilon, "delta": self.delta}
 
     @property
@@ -148,7 +149,7 @@ class Policy(Checked):
     data_sets: Annotated[dict[str, DataSetPolicy], Length(Between(1, 1000))]
 
     def conflicts(self) -> Conflicts:
-        """Exclude ids that are no names, and budgets of one account that differ."""
+        """Refuse ids that are no names, and different budgets for one account."""
         first: dict[str, str] = {}
         for name, allowed in self.data_sets.items():
             yield not is_name(name), f"data_sets={show(name)}: expected a name, as text"
@@ -166,14 +167,14 @@ def check_action(
     """Return the policy of the data set that an action may read; refuse the action otherwise.
 
     Args:
-        policy: The site's.
-        data_set: Id that the request names, if any; the other ids of the site are not told.
-        action: What it asks.
-        is_secure: True if nobody can repeat the client's noise and masks; False if their keystream
-            starts from a seed that others know.
+        policy: The site's policy.
+        data_set: Id that the request names, if any; the site's other ids are not revealed.
+        action: The action that is requested.
+        is_secure: True if nobody can reproduce the client's noise and masks; False if their
+            keystream starts from a seed that others know.
 
     Raises:
-        ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
+        ConfigError: A rule is broken; the message names the rule, the value and the limit.
     """
     if data_set is None or data_set not in policy.data_sets:
         raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
@@ -188,34 +189,33 @@ def check_action(
 
 
 def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
-    """Return least and largest noise multiplier with which adding noise cannot fail.
+    """Return the least and the largest noise multiplier with which adding noise cannot fail.
 
     The grid of :func:`~fednas_flwr.privacy.mechanism.noise.add_noise`, of at most ``2^-24 * s *
-    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` within 2^51 cells of at
-    least
-    ``2^-25 * s * R``. Both with a factor of 2 to spare: a site may hold more records than it
-    declares.
+    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` must be within 2^51 cells
+    of at least ``2^-25 * s * R``. Both hold with a factor of 2 to spare, as a site may hold more
+    records than it declares.
 
     Args:
-        num_values: d, the values of one release.
-        num_records: N, the declared records.
+        num_values: d, the number of values of one release.
+        num_records: N, the declared number of records.
     """
     return num_records * 2.0**-25, 2.0**22 / math.sqrt(max(1, num_values))
 
 
 def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values: int = 1) -> None:
-    """Refuse terms outside the policy or what noise can be added with.
+    """Refuse terms outside the policy, or outside the range in which noise can be added.
 
-    That the steps of all requests stay within the planned number is checked where they are counted,
-    by ``Ledger.reserve``.
+    ``Ledger.reserve``, which counts the steps of all requests, checks that they stay within the
+    planned number.
 
     Args:
-        allowed: Of the data set.
-        planned: What a run means to release, or a request to, with the steps of that.
-        num_values: Number of values of each step; 1 while nobody knows.
+        allowed: Policy of the data set.
+        planned: The release that a run or a request intends, with its number of steps.
+        num_values: Number of values of each step; 1 while it is not known.
 
     Raises:
-        ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
+        ConfigError: A rule is broken; the message names the rule, the value and the limit.
     """
     splits = planned.splits
     if planned.num_records(allowed.by_split) == 0:
@@ -269,21 +269,21 @@ def load_policy(path: Path) -> Policy:
 
 
 def parse_policy(text: str, *, origin: str = "policy") -> Policy:
-    """Return the policy that ``text`` holds.
+    """Return the policy in ``text``.
 
     Args:
         text: YAML in the form of :func:`template`.
-        origin: What error sentences call the text, e.g. the path of its file.
+        origin: Name of the text in error messages, e.g. the path of its file.
 
     Raises:
-        ConfigError: A key is unknown, missing or given twice, a value is of the wrong type or out
+        ConfigError: A key is unknown, missing or given twice, a value has the wrong type or is out
             of range, or two data sets share an account under different budgets.
     """
     return _policy(load_yaml(text, origin), origin)
 
 
 def _policy(document: Any, origin: str) -> Policy:
-    """The policy in a document; a data set that names no account has one of its own."""
+    """Return the policy in a document; a data set that names no account gets its own."""
     sections = document.get("data_sets") if isinstance(document, dict) else None
     if isinstance(sections, dict):
         accounts = {n: {"account": str(n), **s} for n, s in sections.items() if isinstance(s, dict)}
@@ -295,7 +295,7 @@ def _policy(document: Any, origin: str) -> Policy:
 
 
 def template() -> str:
-    """Return a policy to start from, with comments, and a line for each private action.
+    """Return a policy to start from, with comments and a line for each private action.
 
     Example:
         >>> parse_policy(template()).data_sets["my-data"].epsilon

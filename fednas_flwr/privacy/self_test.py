@@ -1,9 +1,9 @@
-"""A self-test on made-up records: are the rows of a batch computed alike wherever they stand?
+"""A self-test on made-up records: are a batch's rows computed alike at every position?
 
-Sensitivity is that of one record only if no record changes, in any bit, what is computed of another
-one. Kernels decide which; so before a private client computes with a network, this is shown for its
-machine, threads, libraries and layers. What it cannot show is a kernel that is chosen by the values
-of a record: none is known of torch.
+Sensitivity is that of one record only if no record changes, in any bit, what is computed for
+another. This depends on the kernels, so before a private client computes with a network, it is
+tested for its machine, threads, libraries and layers. The test cannot detect a kernel that is
+chosen by the values of a record; torch is not known to have any.
 
 Main function: :func:`largest_size`. Tensor suffix: B rows.
 """
@@ -20,32 +20,33 @@ from torch.nn.functional import one_hot
 
 from fednas_flwr.base.randomness import make_generator
 
-# Is shown tensors [B, ...] of which row i belongs to record i; the last one is not zero where the
+# Receives tensors [B, ...] whose row i belongs to record i; the last tensor is not zero if the
 # record contributes.
 Watch = Callable[[Tensor], object]
-# Of features [B, ...] and labels [B]; shows ``watch`` outputs, losses, gradients, contributions.
+# A function of features [B, ...] and labels [B] that passes outputs, losses, gradients and
+# contributions to ``watch``.
 Computation = Callable[..., object]
 
 ALL_KEPT = 1e-30  # a probability of dropping paths at which none is dropped, though it is computed
 
 
 def unwatched(_: Tensor) -> None:
-    """Look at nothing."""
+    """Ignore the tensor."""
 
 
 def largest_size(
     computation: Computation, network: nn.Module, shape: Sequence[int], *, size: int, **batch: Any
 ) -> int:
-    """Return the largest micro-batch size at which every row is computed alike: 1 if none is.
+    """Return the largest micro-batch size at which all rows are computed alike; 1 if there is none.
 
-    Tried are ``size`` and the powers of two below it, with made-up weights; afterwards the network
-    has its own again.
+    The function tries ``size`` and the powers of two below it, with made-up weights, and then
+    restores the network's own.
 
     Args:
         computation: Computes with the network.
-        network: In the mode in which records will be computed.
-        shape: Of a record's features.
-        size: At least 1.
+        network: The network, in the mode in which records will be computed.
+        shape: Shape of a record's features.
+        size: Micro-batch size, at least 1.
         **batch: Number of classes and device, see :func:`rows_are_alike`.
     """
     with _made_up_weights(network):
@@ -63,32 +64,33 @@ def rows_are_alike(
     device: torch.device,
     multi_label: bool = False,
 ) -> bool:
-    """Return whether a record's rows are equal in every bit at every position, beside any others.
+    """Return True if a record's rows are equal in every bit at every position, beside any others.
 
-    Records are numbers of very different size, of which neighbours in memory nearly cancel. One
-    stands at all positions at once, then at every second one beside another, zeros, numbers that
-    overflow, denormals, infinities and NaN; all of these are compared with themselves, too.
+    Records are numbers of very different sizes whose neighbours in memory nearly cancel. One record
+    is placed at all positions at once, then at every second position beside another record, zeros,
+    numbers that overflow, denormals, infinities and NaN. All of these are compared with themselves,
+    too.
 
     Args:
         computation: Computes with a network.
-        shape: Of a record's features.
+        shape: Shape of a record's features.
         num_classes: See :func:`made_up_labels`.
-        size: At least 1.
-        device: That of the network.
+        size: Micro-batch size, at least 1.
+        device: Device of the network.
         multi_label: See :func:`made_up_labels`.
 
     Returns:
-        False also if nothing could be seen: if what is shown of the record is not finite, or its
-        contribution is zero.
+        False also if the test could detect nothing, because the record's values are not finite or
+        its contribution is zero.
     """
     generator = make_generator(0, "self-test", *shape)
     record, other = (_numbers((1, *shape), generator, sign=1.0)[0] for _ in range(2))
     constants = [torch.full(tuple(shape), value) for value in (0.0, math.inf, math.nan)]
     kinds = [record, other, 1e30 * other, 1e-40 * other.sign(), *constants]
-    expected: list[list[Tensor]] = [[] for _ in kinds]  # what is shown of the first of each
+    expected: list[list[Tensor]] = [[] for _ in kinds]  # values of the first of each kind
 
     def is_seen_as_before(placed: Sequence[int]) -> bool:
-        """Compute a batch of these kinds; compare every row with the first one of its kind."""
+        """Compute a batch of these kinds; compare every row with the first of its kind."""
         shown: list[Tensor] = []
         computation(
             torch.stack([kinds[kind] for kind in placed]).to(device),
@@ -121,7 +123,7 @@ def made_up_labels(kinds: Sequence[int], num_classes: int, *, multi_label: bool)
 
 
 def _same_bits(rows: Tensor, row: Tensor) -> bool:
-    """Return whether all rows are this one, bit by bit; NaN is like every NaN."""
+    """Return True if all rows equal this one bit by bit; all NaNs count as equal."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[row.element_size()]
     same = rows.contiguous().view(integers) == row.contiguous().view(integers)
     if row.is_floating_point():
@@ -130,11 +132,10 @@ def _same_bits(rows: Tensor, row: Tensor) -> bool:
 
 
 def _numbers(shape: Sequence[int], generator: torch.Generator, *, sign: float) -> Tensor:
-    """Return numbers over nine binary orders of magnitude, of which pairs are nearly equal.
+    """Return numbers over nine binary orders of magnitude, in pairs of nearly equal ones.
 
     In a sum of products of such rows, whose pairs have equal signs in one factor (``sign`` 1) and
-    opposite ones in the other (-1), most digits cancel, and any change of order shows in what is
-    left.
+    opposite signs in the other (-1), most digits cancel, and any change of order shows in the rest.
     """
     exponents = torch.randint(-4, 5, tuple(shape), generator=generator)
     numbers = torch.randn(tuple(shape), generator=generator) * 2.0**exponents
@@ -147,7 +148,7 @@ def _numbers(shape: Sequence[int], generator: torch.Generator, *, sign: float) -
 
 @contextmanager
 def _made_up_weights(network: nn.Module) -> Iterator[None]:
-    """Give a network made-up weights inside the block, and let it drop no paths and no units."""
+    """Give a network made-up weights inside the block; no paths and no units are dropped."""
     generator = make_generator(0, "self-test", "weights")
     saved = [(parameter, parameter.detach().clone()) for parameter in network.parameters()]
     dropped = [

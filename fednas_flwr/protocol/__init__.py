@@ -1,1 +1,1 @@
-"""Messages between server and clients, their checks, and what the server keeps."""
+"""Messages between server and clients: requests, replies, states, keys and secure sums."""

@@ -3,9 +3,9 @@
 A site is known by its index, its place in the roster of all sites' public keys. Main classes:
 :class:`SiteKeys`, :class:`Roster` and :class:`Context`.
 
-Models that return to the sites are signed (Ed25519) by a key of the server's operator. A site holds
-the public half, which came with its provisioned folder and not from the server, so that it knows
-whose model it keeps and can show so later. Main functions: :func:`sign_model` and
+Models that return to the sites are signed (Ed25519) with a key of the server's operator. A site
+holds the public key, which came with its provisioned folder and not from the server. It therefore
+knows whose model it keeps and can prove it later. Main functions: :func:`sign_model` and
 :func:`is_signed`; :func:`make_signing_key` makes the pair of files.
 """
 
@@ -36,7 +36,7 @@ SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path o
 
 
 def is_hex(digits: int, text: str) -> bool:
-    """Return whether a text is a number of so many hex digits."""
+    """Return True if a text is a number of exactly ``digits`` hex digits."""
     return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
@@ -65,7 +65,7 @@ class SiteKeys:
 
     @classmethod
     def at(cls, path: Path) -> SiteKeys:
-        """Return the keys in a file; make the file with new ones if there is none.
+        """Return the keys in a file; if there is none, it is created with new keys.
 
         Raises:
             ConfigError: Others can read the file, or it holds no keys.
@@ -79,7 +79,7 @@ class SiteKeys:
         return PublicKeys(site, mask.hex(), self._signature.public_key().public_bytes_raw().hex())
 
     def shared_secret(self, other: PublicKeys) -> bytes:
-        """Return the 32 bytes that this site and another one share, and nobody else."""
+        """Return the 32 bytes that only this site and another one share."""
         return self._mask.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other.mask)))
 
     def sign(self, message: bytes) -> bytes:
@@ -94,7 +94,7 @@ class Roster(Checked):
     sites: Annotated[tuple[PublicKeys, ...], Length(Between(2, MOST_SITES))]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude a name or a key that stands twice."""
+        """Refuse a name or a key that occurs twice."""
         named = {site.site for site in self.sites}
         keys = {key for site in self.sites for key in (site.mask, site.signature)}
         twice = len(named) < len(self.sites) or len(keys) < 2 * len(self.sites)
@@ -102,7 +102,7 @@ class Roster(Checked):
 
     @property
     def fingerprint(self) -> str:
-        """64 hex digits that people compare over another channel than the server's."""
+        """64 hex digits that people compare over a channel other than the server."""
         return hashlib.sha256(_canonical([asdict(site) for site in self.sites])).hexdigest()
 
     def write(self, path: Path) -> None:
@@ -114,7 +114,7 @@ class Roster(Checked):
         """Return the roster in a file.
 
         Raises:
-            ConfigError: It cannot be read, or is none.
+            ConfigError: The file cannot be read, or is no roster.
         """
         try:
             return parse(cls, {"sites": load_json(path.read_text("utf-8"))}, key="")
@@ -122,7 +122,7 @@ class Roster(Checked):
             raise ConfigError(f"the roster {path} cannot be used: {error}") from error
 
     def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
-        """Return whether a site has signed a message."""
+        """Return True if a site has signed a message."""
         try:
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.sites[index].signature))
             key.verify(signature, message)
@@ -133,17 +133,18 @@ class Roster(Checked):
 
 @dataclass(frozen=True)
 class Context:
-    """The exchange that a mask belongs to; see the package.
+    """The exchange to which a mask belongs; see the package ``secure_sum``.
 
     Attributes:
-        roster: Its fingerprint.
+        roster: Fingerprint of the roster.
         run: Name of the run.
-        attempt: Random text of the server, new for every exchange that it begins.
+        attempt: Random text from the server, new for every exchange that it begins.
         stage: One of ``privacy.plan.STAGES``.
-        round: Of the stage.
-        phase: Of the round.
+        round: Number of the round in the stage.
+        phase: Number of the exchange in the round.
         participants: Indices of the sites that are asked, ascending.
-        agreed: JSON values of all else that the sites must agree on (``client.answer.agreed``).
+        agreed: JSON values of everything else on which the sites must agree
+            (``client.answer.agreed``).
     """
 
     roster: str
@@ -157,12 +158,12 @@ class Context:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that differ when anything differs."""
+        """32 bytes that differ if anything in the context differs."""
         return hashlib.sha256(_canonical(asdict(self))).digest()
 
 
 def survivors_message(context: bytes, survivors: tuple[int, ...]) -> bytes:
-    """Return the bytes that a site signs: the list of survivors of one context."""
+    """Return the bytes that a site signs for the list of survivors of one context."""
     return _canonical(["survivors", context.hex(), list(survivors)])
 
 
@@ -171,10 +172,10 @@ def _canonical(value: Any) -> bytes:
 
 
 def make_signing_key(path: Path) -> Path:
-    """Write a new key to ``path`` (PEM, for its owner only) and return its public half's path.
+    """Write a new key to ``path`` (PEM, for its owner only); return the path of its public key.
 
     Raises:
-        FileExistsError: There is a key already: sites know the operator by it.
+        FileExistsError: There is already a key, by which sites know the operator.
     """
     key = Ed25519PrivateKey.generate()
     write_secret(
@@ -195,7 +196,7 @@ def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
 
 
 def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card: str) -> bool:
-    """Return whether the owner of a public key has signed this model and card of this run.
+    """Return True if the owner of a public key has signed this model and card of this run.
 
     Raises:
         ConfigError: The file holds no public key of Ed25519.
@@ -209,7 +210,7 @@ def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card
 
 
 def _loaded(path: Path, kind: type, load: Callable[[bytes], Any]) -> Any:
-    """Return the key of this kind in a PEM file; ConfigError if it holds none."""
+    """Return the key of this kind in a PEM file; ConfigError if the file holds none."""
     try:
         key = load(path.read_bytes())
     except (OSError, TypeError, ValueError) as error:

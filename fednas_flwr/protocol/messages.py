@@ -1,22 +1,22 @@
-"""Requests and replies as Flower records; every record key is spelt here.
+"""Requests and replies as Flower records; all record keys are defined here.
 
 A message carries one ConfigRecord (a JSON header), one ArrayRecord per state with one vector per
 dtype, and, in a reply, one MetricRecord. Nothing is pickled: vectors travel in the npy format.
 
 **Tensors that travel as float16 or int8** instead of float32 (``runtime.wire``). A client rounds
-what it sends at random, such that its expectation is what it would have sent (stochastic rounding,
-as in QSGD: Alistarh et al., 2017, arXiv 1610.02132, section 3.1). Of a model that was trained from
-the one it was sent, the difference to that is rounded, which is far smaller. Noised releases are
-rounded after the noise, so that privacy is that of the release. Clients keep nothing between
-rounds, and so no error to make up for: their rounding is unbiased instead.
+its values at random, such that the expectation is the exact value (stochastic rounding, as in QSGD:
+Alistarh et al., 2017, arXiv 1610.02132, section 3.1). For a model that was trained from the one it
+was sent, the difference from that one is rounded, which is far smaller. Noised releases are rounded
+after the noise, so that privacy is that of the release. Clients keep nothing between rounds, so
+they cannot correct rounding errors later; instead their rounding is unbiased.
 
-The weights that a server sends to be trained are rounded to the nearest value. It keeps them
-exactly, and adds to these the differences to what was sent, so that its rounding does not add up.
-Whatever is measured is the exact model.
+Weights that the server sends for training are rounded to the nearest value. The server keeps the
+exact weights and adds to them the differences from what was sent, so that its rounding does not
+accumulate. Measurements always use the exact model.
 
-Each block of 256 values has a scale of its own, its largest magnitude. Shorter vectors, such as
-alphas and rewards, and those of other dtypes travel as they are: :func:`round_reply` and
-:func:`restore`, :func:`round_sent` and :func:`restore_sent`.
+Each block of 256 values has its own scale, its largest magnitude. Shorter vectors, such as alphas
+and rewards, and those of other dtypes travel unchanged: :func:`round_reply` and :func:`restore`,
+:func:`round_sent` and :func:`restore_sent`.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from fednas_flwr.settings.parser import parse
 
 HEADER, JSON, METRICS, NUM_EXAMPLES = "header", "json", "metrics", "num-examples"
 STATE_PREFIX = "state."
-LONGEST_HEADER = 2**23  # of JSON in a reply, as of 54,000 columns; parsed it takes ten times that
-MOST_METRICS = 64  # in a reply, and characters of each name
-BUDGET_SPENT = 1001  # error code of a client that leaves the run: Flower's own are below 1000
+LONGEST_HEADER = 2**23  # of JSON in a reply, enough for 54,000 columns; ten times that once parsed
+MOST_METRICS = 64  # per reply; also the most characters of a name
+BUDGET_SPENT = 1001  # error code of a client that leaves the run; Flower's own codes are below 1000
 BLOCK = 256
-SCALES = "scales:float32"  # keys of the vectors that stand for a float32 vector: <what>:<dtype>
+SCALES = "scales:float32"  # keys of the vectors that replace a float32 vector: <what>:<dtype>
 LARGEST = {"float16": 1.0, "int8": 127.0}  # magnitude of a rounded value
 
-with warnings.catch_warnings():  # torch warns once per process: messages can only be read
+with warnings.catch_warnings():  # torch warns once per process that messages are read-only
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
@@ -66,12 +66,12 @@ class Request:
 
     Attributes:
         action: One of ``actions.ACTIONS``, e.g. ``train.search``.
-        header: Exchange that it is part of.
+        header: Exchange to which it belongs.
         settings: Arguments of the action.
         states: Packed tensors by state: ``weights``, ``alphas``, ``buffers``, ``moments``.
-        statistics: By which all clients standardise a table whose own are not declared.
-        summed: Terms of masking the reply; None asks for one that the server reads.
-        planned: At a private site that has admitted the request the plan of each kind of release,
+        statistics: Statistics by which all clients standardise a table without declared ones.
+        summed: Terms of masking the reply; None asks for a reply that the server can read.
+        planned: The plan of each kind of release, at a private site that has admitted the request;
             None before. It does not travel.
     """
 
@@ -90,12 +90,12 @@ class Request:
 
     @property
     def network(self) -> Mapping[str, Any]:
-        """Description of its network, by default that of the supernet."""
+        """Description of the request's network, by default that of the supernet."""
         return self.settings.described or {"name": actions.SUPERNET}
 
     @property
     def network_states(self) -> dict[str, Packed]:
-        """The states that its network is to have: all but those beside it."""
+        """The states to load into the request's network: all but those sent along with it."""
         beside = (MOMENTS, "previous_weights")
         return {name: state for name, state in self.states.items() if name not in beside}
 
@@ -104,7 +104,7 @@ class Request:
         """The grids of states whose noise clients share.
 
         Raises:
-            ValueError: A range is none.
+            ValueError: A range is invalid.
         """
         return {} if self.summed is None else self.summed.grids
 
@@ -127,15 +127,15 @@ class Reply:
     """Reply of a client.
 
     Attributes:
-        num_examples: Number of examples the reply stands for, its weight in averages.
+        num_examples: Number of examples that the reply represents, its weight in averages.
         metrics: Numbers by name, never averaged into a state. A loss may be NaN or infinite.
         states: Packed tensors by state.
         digests: The layout digest of every state, see ``Layout.digest``.
-        properties: JSON values by name; of a reply that the server has accepted the TypedDict of
+        properties: JSON values by name; in a reply that the server has accepted, the TypedDict of
             its action.
-        shares: By state, what takes the place of its packed tensors where clients share the noise;
-            it leaves under masks only.
-        sites: Number of clients that it stands for: more than 1 of the total of a secure sum. It
+        shares: For each state, the cells that replace its packed tensors if clients share the
+            noise. They leave only under masks.
+        sites: Number of clients that it represents: more than 1 for the total of a secure sum. It
             does not travel.
     """
 
@@ -156,7 +156,7 @@ class Reply:
         *,
         like: Mapping[str, Tensors] = {},
     ) -> Reply:
-        """Make the reply that carries tensors by state, or shares of tensors ``like`` these."""
+        """Return the reply that carries tensors by state, or shares of tensors ``like`` these."""
         shares = {name: cells for name, cells in states.items() if isinstance(cells, Cells)}
         named = {name: of for name, of in states.items() if not isinstance(of, Cells)}
         layouts = {name: Layout.of(named[name] if name in named else like[name]) for name in states}
@@ -165,7 +165,7 @@ class Reply:
         return cls(num_examples, metrics or {}, packed, digests, shares=shares)
 
     def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
-        """Return the reply with its weight scaled, and so its ``summed`` states."""
+        """Return the reply with its weight, and its ``summed`` states, scaled."""
         scaled = {
             name: {dtype: vector * scale for dtype, vector in self.states[name].items()}
             for name in summed
@@ -176,7 +176,7 @@ class Reply:
 
 
 def encode_states(states: States) -> dict[str, ArrayRecord]:
-    """Return one record per state; made once per exchange and shared by all its messages."""
+    """Return one record per state, made once per exchange and shared by all its messages."""
     return {
         STATE_PREFIX + name: ArrayRecord(
             {dtype: Array(vector.numpy()) for dtype, vector in packed.items()}
@@ -211,12 +211,12 @@ def decode_request(action: str, content: RecordDict) -> Request:
     """Return the request in a message's content.
 
     Raises:
-        ConfigError: It is not one, see :func:`~fednas_flwr.protocol.requests.decode`, or not of the
-            form that :func:`encode_request` writes.
+        ConfigError: It is no request, see :func:`~fednas_flwr.protocol.requests.decode`, or not in
+            the form that :func:`encode_request` writes.
     """
     try:
         text, states = _read_json(content), _decode_states(content)
-    except Exception as error:  # whatever a server can send, as in decode_reply
+    except Exception as error:  # anything that a server can send, as in decode_reply
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"refused, a malformed request: {reason}.") from error
     values: _Values = parse(_Values, text, key="", defaults=True)
@@ -228,7 +228,7 @@ def encode_reply(header: Header, reply: Reply) -> RecordDict:
     """Return the content of a reply to the request with ``header``.
 
     Raises:
-        ValueError: It holds shares that no mask has taken.
+        ValueError: It holds shares that are not masked.
     """
     if reply.shares:
         raise ValueError(f"shares of {sorted(reply.shares)} may not leave without masks")
@@ -262,18 +262,18 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
             digests=dict(text["digests"]),
             properties=dict(text["properties"]),
         )
-    except Exception as error:  # whatever a client can send: deep JSON even ends the recursion
+    except Exception as error:  # anything a client can send, even JSON that is too deep
         raise ReplyError(f"malformed reply: {type(error).__name__}: {error}") from error
     return header, reply
 
 
 def _read_json(content: RecordDict, *, longest: int | None = None) -> Any:
-    """Return the JSON values of a message that are beside its tensors."""
+    """Return the JSON values that a message has along with its tensors."""
     text = cast(str, content.config_records[HEADER][JSON])
     if longest is not None and len(text) > longest:
         raise ValueError(f"{len(text)} characters of JSON, at most {longest} are read")
     values = json.loads(text)
-    json.dumps(values, ensure_ascii=False).encode()  # else no sentence about it could be sent
+    json.dumps(values, ensure_ascii=False).encode()  # otherwise no sentence about it could be sent
     return values
 
 
@@ -293,9 +293,9 @@ def _decode_states(content: RecordDict) -> dict[str, Packed]:
 
 
 def _vector(dtype: str, array: Array) -> Tensor:
-    """Return the vector of an npy array without copying it; it must only be read.
+    """Return the vector of an npy array without a copy; it must not be written to.
 
-    ``dtype`` is that of its elements, after a colon if what it holds is told before.
+    ``dtype`` is the dtype of its elements; a prefix before a colon says what the vector holds.
     """
     stream = io.BytesIO(array.data)
     version = np.lib.format.read_magic(stream)
@@ -322,13 +322,13 @@ def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.G
 
 
 def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -> Packed:
-    """Return the state that :func:`round_reply` has rounded, to be checked as any other.
+    """Return the state that :func:`round_reply` has rounded, to be checked like any other.
 
     Args:
-        packed: As it arrived; nothing of it has been checked.
-        layout: Of the state that was asked for.
-        wire: Format of the run.
-        base: The same state as the server has it, if its action trains a model that it was sent.
+        packed: The state as it arrived; nothing in it has been checked.
+        layout: Layout of the state that was asked for.
+        wire: Wire format of the run.
+        base: The same state at the server, if the action trains a model that was sent.
 
     Raises:
         ReplyError: The vectors are not those of a rounded state of this layout.
@@ -358,10 +358,10 @@ def round_sent(states: States, *, action: str, wire: str) -> dict[str, Packed]:
 
 
 def restore_sent(states: States) -> dict[str, Packed]:
-    """Return the states of a request with its rounded vectors as float32.
+    """Return the states of a request with rounded vectors converted to float32.
 
     Raises:
-        ConfigError: A rounded vector has not one scale for each block.
+        ConfigError: A rounded vector does not have one scale per block.
     """
     restored = dict(states)
     for name, packed in states.items():
@@ -383,16 +383,16 @@ def round_vector(
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales with ``E[values * scales] = vector``, or the nearest ones.
 
-    ``q = floor(y) + [u < y - floor(y)]`` in units of what ``wire`` can tell apart, u uniform.
+    ``q = floor(y) + [u < y - floor(y)]`` in units of the resolution of ``wire``, u uniform.
 
     Args:
         vector: float32 [n].
         wire: ``float16`` or ``int8``.
-        generator: Of u; without one u is one half.
+        generator: Source of u; without one u is one half.
 
     Returns:
-        Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. What is not finite
-        gives scales that are not.
+        Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. Values that are not
+        finite give scales that are not finite.
     """
     blocks = functional.pad(vector, (0, -len(vector) % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=torch.finfo(torch.float32).tiny)
@@ -406,7 +406,7 @@ def round_vector(
     if generator is not None:
         uniform.uniform_(generator=generator)
     values = (low + (uniform < steps - low)) * units
-    values = values.clamp(-LARGEST[wire], LARGEST[wire])  # the division may end just above
+    values = values.clamp(-LARGEST[wire], LARGEST[wire])  # the division may give slightly more
     return values.flatten()[: len(vector)].to(getattr(torch, wire)), scales
 
 

@@ -1,8 +1,9 @@
-"""Requests, and the properties of replies: a frozen dataclass and a TypedDict for each action.
+"""Requests and the properties of replies: a frozen dataclass and a TypedDict for each action.
 
-On the wire both are JSON, and tensors travel beside it. :func:`decode` is the only way from a
-message to a request, and :func:`decode_properties` to what a client says of itself: an unknown or
-missing key, or a value of another type or out of range, is refused before anything else is done.
+On the wire both are JSON, and tensors travel alongside. :func:`decode` is the only way from a
+message to a request, and :func:`decode_properties` the only way to the properties that a client
+states. An unknown or missing key, or a value of another type or out of range, is refused before
+anything else is done.
 """
 
 import math
@@ -29,13 +30,13 @@ from fednas_flwr.settings import parser as ps
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
-LARGEST_MODEL = 2**27  # bytes of the file of a model that a site keeps
+LARGEST_MODEL = 2**27  # bytes of the model file that a site keeps
 LONGEST_CARD = 2**17  # characters
-MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
-MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
-LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
-LARGER = 8  # times a batch, at most, that is in proportion to records: it is held in memory
-LARGEST_RECORD = 2**28  # values of its features
+MOST_RELEASES = 32  # kinds of releases in a schedule; a site keeps each schedule permanently
+MAX_EXAMPLES = 1e9  # for a client that has not yet stated its number of records
+LARGEST_TABLE = 2**20  # characters of a table of latencies, about 5,000 layers
+LARGER = 8  # largest multiple of a batch in proportion to records, as it is held in memory
+LARGEST_RECORD = 2**28  # values of a record's features
 MOST_SUMS = 10**6
 SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
@@ -59,11 +60,11 @@ Rates = Annotated[
 ]
 Epsilon = Annotated[float, ps.Between(0)]
 Candidates = Annotated[list[list[int]], ps.Length(ps.Between(1, opt.MOST_CANDIDATES))]
-Description = dict[str, Any]  # what a network is built from, see ``models.networks.make_network``
+Description = dict[str, Any]  # a network is built from it, see ``models.networks.make_network``
 
 
 def check_private_batch(batch_size: int | None) -> None:
-    """Raise ConfigError for a size that is not the one committed to."""
+    """Raise ConfigError for a batch size other than the one committed to."""
     if batch_size is not None:
         raise ConfigError(
             f"refused: batch_size={batch_size}: a private client's batches are those committed to."
@@ -91,11 +92,11 @@ class Amount(ps.Checked):
     batch_size: opt.Count | None
 
     def conflicts(self) -> Conflicts:
-        """Exclude all but one of the two."""
+        """Refuse anything but exactly one of the two."""
         yield ps.one_of(epochs=self.epochs, steps=self.steps)
 
     def most_steps(self, rows: float) -> int:
-        """Steps over so many rows, at most."""
+        """Largest number of steps over this many rows."""
         if self.steps is not None:
             return self.steps
         batches = 1 if self.batch_size is None else math.ceil(rows / self.batch_size)
@@ -106,7 +107,7 @@ class Amount(ps.Checked):
         """Number of releases.
 
         Raises:
-            ConfigError: It has none that a private client can book.
+            ConfigError: It has no steps that a private client can book.
         """
         if self.steps is None:
             raise ConfigError(
@@ -127,7 +128,7 @@ class LocalSearch(ps.Checked):
     paths: SampledPaths | None = None
 
     def conflicts(self) -> Conflicts:
-        """Exclude all but one of the two."""
+        """Refuse anything but exactly one of the two."""
         yield ps.one_of(alternating=self.alternating, paths=self.paths)
 
     network = None
@@ -136,7 +137,7 @@ class LocalSearch(ps.Checked):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The states that it trains."""
+        """The states that the search trains."""
         return ("weights",) if self.paths is not None and self.paths.warm_up else tuple(SPLIT_OF)
 
     @property
@@ -144,7 +145,7 @@ class LocalSearch(ps.Checked):
         """Releases of a private client, by kind.
 
         Raises:
-            ConfigError: It mixes splits, or its steps cannot be booked.
+            ConfigError: The search mixes splits, or its steps cannot be booked.
         """
         rule = "first_order" if self.alternating is None else self.alternating.rule
         if rule != "first_order":
@@ -161,12 +162,12 @@ class LocalTraining(ps.Checked):
         split: Records to train on, ``train`` or ``train+validation``.
         amount: Amount of training.
         weights: SGD.
-        auxiliary_weight: Of an auxiliary head's loss, at least 0.
-        drop_path_prob: From 0 to below 1.
-        proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
+        auxiliary_weight: Weight of an auxiliary head's loss, at least 0.
+        drop_path_prob: Probability of drop-path, from 0 to below 1.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`; w_0 are
             the weights that were sent.
-        augmented: Whether images are.
-        precision: Of exact gradients, ``auto`` being ``float32``; null is the run's setting.
+        augmented: True if images are augmented.
+        precision: Precision of exact gradients; ``auto`` means ``float32``, null the run's setting.
     """
 
     network: Description
@@ -192,7 +193,7 @@ Local = LocalSearch | LocalTraining
 
 @dataclass(frozen=True)
 class Trial(ps.Checked):
-    """Hyper-parameters of one trial of a probe, in place of what the probe says."""
+    """Hyper-parameters of one trial of a probe, in place of those in the probe."""
 
     weights: opt.SGD
     alphas: opt.Adam
@@ -204,29 +205,30 @@ class AtSite(Settings):
     """Arguments of an action that reads a data set.
 
     Attributes:
-        data_set: Its id in a private site's policy; such a site answers no request without one.
+        data_set: Id of the data set in a private site's policy; such a site answers no request
+            without it.
     """
 
     data_set: str | None = None
 
     @property
     def loop(self) -> Local | None:
-        """The local training that it asks for; None if there is none."""
+        """The local training that the request asks for; None if there is none."""
         return next((value for value in vars(self).values() if isinstance(value, Local)), None)
 
     @property
     def described(self) -> Description | None:
-        """Description of the network that it names or trains; None is the supernet."""
+        """Description of the network that the request names or trains; None means the supernet."""
         return getattr(self.loop or self, "network", None)
 
     def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of its local training, or ``local_steps``; of each candidate or trial."""
+        """Steps of the local training, or ``local_steps``; for each candidate or trial."""
         if self.loop is None:
             return getattr(self, "local_steps", 1)
         return self.loop.amount.most_steps(sum(records[p] for p in splits_of(self.loop.split)))
 
     def with_steps(self, steps: int) -> Self:
-        """The same request for so many of them."""
+        """The same request with this number of steps."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Local):
@@ -237,7 +239,7 @@ class AtSite(Settings):
 
 
 class Budget(TypedDict):
-    """Budget that a policy gives."""
+    """The budget in a policy."""
 
     epsilon: opt.Positive
     delta: Annotated[float, ps.Between(0, 1, above=True, below=True)]
@@ -253,7 +255,7 @@ class Identity(TypedDict):
 
 
 class ClientProperties(Identity, total=False):
-    """Properties of the reply of a private client to ``query.describe``: no record decides them."""
+    """Properties of a private client's reply to ``query.describe``; they depend on no record."""
 
     tag: ps.Line
     hardware: ps.Line
@@ -278,7 +280,7 @@ class ClientProperties(Identity, total=False):
     least_noise_multiplier: Annotated[
         float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
-    spent: Epsilon | None  # None is infinite
+    spent: Epsilon | None  # None means infinite
     honest_sites: Annotated[int, ps.Between(2, names.MOST_SITES)]
 
 
@@ -310,7 +312,7 @@ class Committed(TypedDict, total=False):
     """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
 
     awaits: Annotated[str, ps.Where(partial(is_hex, 32), "32 hex digits")]
-    # by accountant and split; None is infinite
+    # by accountant and split; None means infinite
     epsilon: Annotated[
         dict[str, dict[str, Epsilon | None]],
         ps.Where(_are_complete, "an epsilon of the same splits by each accountant"),
@@ -321,14 +323,14 @@ class Committed(TypedDict, total=False):
 
 @sr.asks("query.commit", reply=Committed)
 class Commit(Settings):
-    """``query.commit``: everything that the run means to release."""
+    """``query.commit``: everything that the run intends to release."""
 
     data_set: str
     releases: Annotated[tuple[PlannedRelease, ...], ps.Length(ps.Between(0, MOST_RELEASES))]
 
 
 def is_latency_table(text: str) -> bool:
-    """Return whether a text is a latency table, of a size that any search space has."""
+    """Return True if a text is a latency table whose size fits some search space."""
     try:
         return len(text) <= LARGEST_TABLE and bool(from_json(text))
     except ConfigError:
@@ -351,7 +353,7 @@ class MeasureLatency(AtSite):
 
 @sr.asks("query.statistics")
 class TellStatistics(AtSite):
-    """``query.statistics``: sums by which a table is standardised, or features are centred."""
+    """``query.statistics``: sums with which a table is standardised, or features are centred."""
 
     def released(self, action: str) -> sr.Kinds:
         """One release for all columns, or features."""
@@ -360,11 +362,11 @@ class TellStatistics(AtSite):
 
 @sr.asks("query.keep_model")
 class KeepModel(AtSite):
-    """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
+    """``query.keep_model``: the run's model; its file travels alongside as the state ``model``.
 
     Attributes:
-        card: Its model card, Markdown.
-        signature: Of file and card by the server's operator, see ``protocol.keys``.
+        card: The model card, in Markdown.
+        signature: Signature of file and card by the server's operator, see ``protocol.keys``.
     """
 
     is_kept = True
@@ -382,11 +384,11 @@ class TakeGradients(AtSite):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     Attributes:
-        step: Number of the exchange, from 0: which batches are taken.
-        local_steps: Steps before the answer.
-        local_lrs: Of those steps, by state; from 0.
+        step: Number of the exchange, from 0; it decides which batches are taken.
+        local_steps: Number of steps before the answer.
+        local_lrs: Learning rates of those steps, by state; from 0.
         batch_size: See :class:`Amount`.
-        order: Of the alphas' gradient, 1 or 2.
+        order: Order of the alphas' gradient, 1 or 2.
         inner_lr: Learning rate of the weights' last step, for order 2; above 0.
     """
 
@@ -413,13 +415,14 @@ class TakeNetworkGradient(AtSite):
     Attributes:
         network: Description of the network.
         split: Records of the batch, ``train`` or ``train+validation``.
-        step: Number of the step, from 0: which batch is taken.
-        batch_size: See :class:`Amount`; of a client with ``usual`` records.
-        usual: By which batches are in proportion to clients' records, up to 8 times
-            ``batch_size``, so that records are taken equally often.
-        auxiliary_weight: Of an auxiliary head's loss, at least 0.
-        drop_path_prob: From 0 to below 1.
-        augmented: Whether images are.
+        step: Number of the step, from 0; it decides which batch is taken.
+        batch_size: See :class:`Amount`; it applies to a client with ``usual`` records.
+        usual: Number of records for which ``batch_size`` holds. Other clients' batches are in
+            proportion to their records, up to 8 times ``batch_size``, so that records are taken
+            equally often.
+        auxiliary_weight: Weight of an auxiliary head's loss, at least 0.
+        drop_path_prob: Probability of drop-path, from 0 to below 1.
+        augmented: True if images are augmented.
         precision: See :class:`LocalTraining`.
     """
 
@@ -436,7 +439,7 @@ class TakeNetworkGradient(AtSite):
     local_steps, local_lrs = 1, {"weights": 0.0}
 
     def at_client(self, records: float) -> Self:
-        """The request as a client of so many records answers it, with a batch of 2 or more."""
+        """The request as a client of this size answers it, with a batch of 2 or more."""
         if self.batch_size is None:
             return self
         batch_size = self.batch_size * min(records / self.usual, LARGER)
@@ -453,13 +456,13 @@ class Search(AtSite):
     """``train.search``.
 
     Attributes:
-        local: What is done.
+        local: The local training.
     """
 
     local: LocalSearch
 
     def released(self, action: str) -> sr.Kinds:
-        """A release of each state in every step."""
+        """One release of each state in every step."""
         return self.local.releases
 
     def client_releases(self, action: str) -> sr.Kinds:
@@ -482,13 +485,13 @@ class TrainCandidates(AtSite):
     """``train.candidate``.
 
     Attributes:
-        candidates: For each the column of the op on every edge; 1 to 1000.
-        step: Number of the round, from 0: which batches are taken.
-        local_steps: Of each candidate.
+        candidates: For each candidate, the column of the op on every edge; 1 to 1000 candidates.
+        step: Number of the round, from 0; it decides which batches are taken.
+        local_steps: Number of steps for each candidate.
         batch_size: See :class:`Amount`.
         weights: SGD.
-        dp_aware: Clipping and noise as a regulariser; None without, and in private mode.
-        sparse: True if request and reply carry the weights of these paths only, and their moments.
+        dp_aware: Clipping and noise as a regulariser; None for none, and in private mode.
+        sparse: True if request and reply carry only the weights of these paths, and their moments.
     """
 
     candidates: Candidates
@@ -500,7 +503,7 @@ class TrainCandidates(AtSite):
     sparse: bool = False
 
     def released(self, action: str) -> sr.Kinds:
-        """A release in every step of each candidate."""
+        """One release in every step of each candidate."""
         if self.dp_aware is not None or self.batch_size is not None:
             raise ConfigError(
                 "refused: a private client's noise and batches are those committed to; dp_aware "
@@ -519,9 +522,10 @@ class RewardCandidates(AtSite):
 
     Attributes:
         candidates: Paths, see :class:`TrainCandidates`; None for a pool.
-        network: Description of a pool, which is measured as it was sent.
-        training: Of a pool, which is measured by how it trains; nothing of the result is returned.
-        sparse: True if the request carries the weights of the paths only.
+        network: Description of a pool that is measured as it was sent.
+        training: Training of a pool that is measured by its training speed; the trained networks
+            are not returned.
+        sparse: True if the request carries only the weights of the paths.
     """
 
     candidates: Candidates | None = None
@@ -530,7 +534,7 @@ class RewardCandidates(AtSite):
     sparse: bool = False
 
     def conflicts(self) -> Conflicts:
-        """Exclude all but one of the three, and pools that travel in part or have no members."""
+        """Refuse all but one of the three, and pools that travel in part or have no members."""
         yield ps.one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
             yield self.sparse, "sparse=True is of candidates by their paths: a pool travels whole"
@@ -554,10 +558,10 @@ class Probe(AtSite):
     """``train.probe``: trials of a local search, or of the training of a network.
 
     Attributes:
-        search: Of a supernet; None is ``training``.
-        training: Of another network; None is ``search``.
-        trials: Changes of it by each trial; 1 to 1000.
-        loss_bound: M, what a record's decrease of loss counts for at most, in nats.
+        search: Search of a supernet; None if ``training`` is given.
+        training: Training of another network; None if ``search`` is given.
+        trials: Changes to it in each trial; 1 to 1000 trials.
+        loss_bound: M, the most that a record's decrease in loss counts, in nats.
     """
 
     search: LocalSearch | None
@@ -566,11 +570,11 @@ class Probe(AtSite):
     loss_bound: opt.LossBound
 
     def conflicts(self) -> Conflicts:
-        """Exclude all but one of the two."""
+        """Refuse anything but exactly one of the two."""
         yield ps.one_of(search=self.search, training=self.training)
 
     def released(self, action: str) -> sr.Kinds:
-        """Every step of each trial, and its reward."""
+        """One release for every step of each trial, and one for its reward."""
         trials, kinds = len(self.trials), self.trainings()[0].releases
         trained = {kind: (splits, trials * steps) for kind, (splits, steps) in kinds.items()}
         return trained | {"rewards": (("validation",), trials)}
@@ -581,7 +585,7 @@ class Probe(AtSite):
 
     def trainings(self) -> list[Local]:
         """Return the local search or training of each trial."""
-        assert self.loop is not None  # one of the two
+        assert self.loop is not None  # one of the two is given
         of_loop = vars(self.loop).keys()
         changes = [{n: v for n, v in vars(t).items() if n in of_loop} for t in self.trials]
         return [replace(self.loop, **changed) for changed in changes]
@@ -592,8 +596,8 @@ class Train(AtSite):
     """``train.weights``.
 
     Attributes:
-        local: What is done.
-        validates: True if the reply tells the mean loss on validation records after training.
+        local: The local training.
+        validates: True if the reply has the mean loss on validation records after training.
     """
 
     local: LocalTraining
@@ -630,7 +634,7 @@ Bins = Annotated[
 
 
 class Scored(TypedDict, total=False):
-    """Properties of the reply to ``evaluate.model``, of clients without privacy."""
+    """Properties of the reply to ``evaluate.model`` from clients without privacy."""
 
     scores: Annotated[
         dict[str, Coordinate],
@@ -642,7 +646,7 @@ class Scored(TypedDict, total=False):
             f"some of {', '.join(SCORES)}, those of classes from 0 to 1",
         ),
     ]
-    # of the probability of being positive, for positive and other records
+    # histograms of the probability of the positive class, for positive and other records
     histogram: Annotated[list[Bins], ps.Length(ps.Between(2, 2))]
     sums: Annotated[list[opt.NonNegative], ps.Length(ps.Between(1, MOST_SUMS))]  # row by row
 
@@ -653,13 +657,13 @@ class Evaluate(AtSite):
 
     Attributes:
         network: Description of the network.
-        split: The split's name.
-        with_scores: True if clients also tell scores, and a histogram of the probabilities of the
-            positive class; private ones never do.
-        threshold: Probability from which a record is of the positive class; None predicts the
-            most probable one.
-        summed: A score, one of ``names.METRICS``, whose :func:`~fednas_flwr.models.metrics.sums`
-            clients without privacy tell, too.
+        split: Name of the split.
+        with_scores: True if clients also return scores, and a histogram of the probabilities of the
+            positive class; private clients never do.
+        threshold: Probability from which on a record is assigned to the positive class; None
+            predicts the most probable class.
+        summed: A score, one of ``names.METRICS``; clients without privacy also return its
+            :func:`~fednas_flwr.models.metrics.sums`.
     """
 
     network: Description
@@ -675,10 +679,10 @@ class Evaluate(AtSite):
 
 @sr.asks("evaluate.scores")
 class CountScores(AtSite):
-    """``evaluate.scores``: noised counts of a network's scores of train and validation records.
+    """``evaluate.scores``: noised counts of a network's scores on train and validation records.
 
     Attributes:
-        network: Description of the network, of two classes.
+        network: Description of the network, which has two classes.
     """
 
     network: Description
@@ -688,13 +692,13 @@ class CountScores(AtSite):
         return {"scores": (("train", "validation"), 1)}
 
 
-LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
+LARGEST_GAIN = 10.0  # bound on the change in a copy's loss on one record
 
 
 class Personalised(TypedDict, total=False):
     """Properties of the reply to ``evaluate.personalised``."""
 
-    # sum over validation records of how much the loss is lower, sum of squares, and their number
+    # sum over validation records of the decrease in loss, sum of squares, and their number
     gain: Annotated[
         list[Coordinate],
         ps.Where(
@@ -715,8 +719,8 @@ class Personalise(AtSite):
 
     Attributes:
         local: The training.
-        threshold: As of :class:`Evaluate`.
-        compares: True if the reply also tells what the training has gained on validation records.
+        threshold: As in :class:`Evaluate`.
+        compares: True if the reply also has the training's gain on validation records.
     """
 
     local: LocalTraining
@@ -725,7 +729,7 @@ class Personalise(AtSite):
 
 
 def decode(action: str, values: object) -> Settings:
-    """Return the request of an action that a message's JSON values say.
+    """Return the request of an action that a message's JSON values represent.
 
     Raises:
         ConfigError: There is no such action, or the values are not such a request.
@@ -735,15 +739,15 @@ def decode(action: str, values: object) -> Settings:
 
 
 def decode_properties(action: str, values: object, *, masked: bool = False) -> Any:
-    """Return the properties of a reply to an action, of the form that its TypedDict gives.
+    """Return the properties of a reply to an action, in the form of its TypedDict.
 
     Args:
-        action: That it answers.
-        values: JSON values, whatever they are.
-        masked: True if it is part of a secure sum.
+        action: The action that it answers.
+        values: Any JSON values.
+        masked: True if the reply is part of a secure sum.
 
     Raises:
-        ReplyError: One is missing or unknown, or malformed.
+        ReplyError: A property is missing, unknown or malformed.
     """
     try:
         return ps.parse(sr.Masked if masked else sr.PROPERTIES[action][0], values, key="")

@@ -1,11 +1,11 @@
-"""A network's tensors as few flat vectors: what messages carry and what the server averages.
+"""A network's tensors as a few flat vectors, which messages carry and the server averages.
 
 A supernet has a thousand small tensors; sending, checking and adding them one by one costs far
-more than the arithmetic. A :class:`Layout` says which tensors stand in a vector, in which order.
-It is computed on both sides from the same network and never sent: only its digest is.
+more than the arithmetic. A :class:`Layout` lists the tensors in a vector, in their order. It is
+computed on both sides from the same network and never sent: only its digest is.
 
-The weighted mean of :class:`WeightedAverage` follows one client anywhere; a minority of hostile
-clients cannot move :class:`TrimmedMean` and :func:`median_rewards` far.
+A single client can move the weighted mean of :class:`WeightedAverage` anywhere; a minority of
+hostile clients cannot move :class:`TrimmedMean` and :func:`median_rewards` far.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-MOMENTS = "moments"  # state of the optimisers' moments, where they travel with a model
-CHUNK = 2**16  # elements that a trimmed mean sorts at a time, of every client
+MOMENTS = "moments"  # state of the optimisers' moments, if they travel with a model
+CHUNK = 2**16  # elements of every client that a trimmed mean sorts at a time
 Tensors = dict[str, Tensor]  # name -> tensor
 Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that dtype, [numel]
-States = Mapping[str, Packed]  # of a network, by name: weights, alphas, buffers, moments
+States = Mapping[str, Packed]  # a network's states by name: weights, alphas, buffers, moments
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal characters that differ when a name, shape, dtype or the order differs."""
+        """16 hexadecimal characters that differ if a name, shape, dtype or the order differs."""
         return hashlib.blake2b(repr(self.entries).encode(), digest_size=8).hexdigest()
 
     @cached_property
@@ -53,17 +53,17 @@ class Layout:
         return sizes
 
     def part(self, names: Collection[str]) -> Layout:
-        """Return the layout of the tensors of these names."""
+        """Return the layout of the tensors with these names."""
         return Layout(tuple(entry for entry in self.entries if entry[0] in names))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the tensors of a model's states, which travel in place of all.
+    """Some tensors of a model's states, which travel instead of all of them.
 
     Attributes:
         whole: The states' layouts.
-        only: The names of the part's tensors by state; of a state that is not named, all.
+        only: The names of the part's tensors by state; a state that is not named is whole.
     """
 
     whole: Mapping[str, Layout]
@@ -124,7 +124,7 @@ def unpack(packed: Packed, layout: Layout) -> Tensors:
 
 
 def network_states(network: nn.Module) -> dict[str, Tensors]:
-    """Return a network's tensors as the states that messages know.
+    """Return a network's tensors, by the states in which messages carry them.
 
     ``alphas`` are the architecture parameters of a supernet (empty for other networks),
     ``weights`` all other parameters, ``buffers`` the statistics of batch norm. The tensors are the
@@ -145,9 +145,9 @@ def load_states(
     """Copy packed states into the network's own tensors, in place.
 
     Args:
-        network: Takes them.
-        states: Its own, whole or in part.
-        only: The names of the tensors that states hold in part.
+        network: The network to change.
+        states: States of this network, whole or in part.
+        only: For states in part, the names of the tensors that they hold.
 
     Raises:
         ValueError: A state is not one of this network's, or has other sizes.
@@ -166,13 +166,13 @@ def load_states(
 class WeightedAverage:
     """The weighted mean of packed states, ``sum_k n_k x_k / sum_k n_k``, one reply at a time.
 
-    Holds one running sum however many replies are added (McMahan et al., 2017, arXiv 1602.05629,
-    Alg. 1; FDNAS, Alg. 1, for weights and alphas alike). Integer vectors, such as batch norm's
-    counters, are summed in float64, rounded, and keep their dtype.
+    It holds one running sum, however many replies are added (McMahan et al., 2017, arXiv
+    1602.05629, Alg. 1; FDNAS, Alg. 1, for weights and alphas alike). Integer vectors, such as batch
+    norm's counters, are summed in float64, rounded, and keep their dtype.
     """
 
     def __init__(self) -> None:
-        """Start with nothing added."""
+        """Start without any states."""
         self.total_weight = 0.0
         self._sums: dict[str, Packed] = {}
 
@@ -189,7 +189,7 @@ class WeightedAverage:
         self.total_weight += weight
 
     def result(self) -> dict[str, Packed]:
-        """Return the mean of the added states, of one at least, and give up the sums."""
+        """Return the mean of the added states, at least one, and discard the sums."""
         means, self._sums = self._sums, {}
         for sums in means.values():
             for dtype, vector in sums.items():
@@ -202,19 +202,19 @@ class WeightedAverage:
 class TrimmedMean:
     """The coordinate-wise trimmed mean, or median, of packed states (Yin et al., 2018).
 
-    arXiv 1803.01498, Definitions 1 and 2: of the N values of a coordinate the largest and smallest
-    ``trim`` are left out, the others averaged; the median leaves out all but the middle one or
-    two. While at most ``trim`` clients are hostile (of the median: fewer than N / 2), every
+    arXiv 1803.01498, Definitions 1 and 2: of a coordinate's N values the largest and smallest
+    ``trim`` are omitted and the others averaged; the median omits all but the middle one or two. As
+    long as at most ``trim`` clients are hostile (for the median, fewer than N / 2), every
     coordinate lies between two values of honest clients.
 
-    Deviation: the number that is cut off at each end is given, not its share of the clients, so
-    that a client that is missing does not weaken it. Clients count alike whatever their number of
-    examples: a weight is what a client says.
+    Deviation: the number omitted at each end is given, not its share of the clients, so that a
+    missing client does not weaken the protection. Clients count alike, whatever their numbers of
+    examples, since a weight is only a client's claim.
 
-    Memory is that of all replies and of ``CHUNK * N`` elements.
+    It needs the memory of all replies and of ``CHUNK * N`` elements.
 
     Args:
-        trim: Values left out at each end, 0 or more; None is the median.
+        trim: Number of values omitted at each end, 0 or more; None gives the median.
     """
 
     def __init__(self, trim: int | None) -> None:
@@ -222,11 +222,11 @@ class TrimmedMean:
         self._states: list[States] = []
 
     def add(self, states: States, *, weight: float) -> None:
-        """Add one client's states; ``weight`` does not count."""
+        """Add one client's states; ``weight`` is ignored."""
         self._states.append(states)
 
     def result(self) -> dict[str, Packed]:
-        """Return the mean of every coordinate's remaining values and give up the states.
+        """Return the mean of every coordinate's remaining values and discard the states.
 
         Integer vectors are averaged in float64, rounded, and keep their dtype.
 
@@ -262,14 +262,14 @@ def _trimmed(vectors: list[Tensor], trim: int) -> Tensor:
 
 
 def median_rewards(rewards_NC: Tensor) -> Tensor:
-    """Return rewards [C] of candidates that no minority of the clients decides.
+    """Return rewards [C] of candidates such that no minority of the clients decides them.
 
     ``median_k(r_kc - mean_c r_kc)``, added to the median client's mean reward: a client's level,
-    which differs with its records, says nothing of a candidate, and a median of raw rewards would
-    follow whoever is in the middle. Clients count alike.
+    which depends on its records, says nothing about a candidate, and a median of raw rewards would
+    follow the client in the middle. Clients count alike.
 
     Args:
-        rewards_NC: Of each client, one for each candidate.
+        rewards_NC: Rewards by client and candidate.
     """
     levels_N1 = rewards_NC.mean(dim=1, keepdim=True)
     return levels_N1.quantile(0.5) + (rewards_NC - levels_N1).quantile(0.5, dim=0)

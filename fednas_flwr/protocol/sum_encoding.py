@@ -1,9 +1,9 @@
-"""Summands of a reply, as integer vectors on fixed grids, and a reply made of their total.
+"""Summands of a reply as integer vectors on fixed grids, and the reply made from their total.
 
-A reply's number of examples n is summed, n times each metric, gradient sums as they are, and all
-other states times n; of a trained model n times its difference to the model that was sent. Shares
-of noise are integers already. The reply of the total is the one that a single client with all
-records would have given: its average over one reply is the average over all. Main class:
+The sum covers a reply's number of examples n, n times each metric, gradient sums unchanged, and all
+other states times n; for a trained model, n times its difference from the model that was sent.
+Shares of noise are integers already. The reply made from the total is the one that a single client
+with all records would have given: its average over one reply is the average over all. Main class:
 :class:`Summands`.
 """
 
@@ -22,21 +22,21 @@ from fednas_flwr.protocol.states import Layout, Packed, States
 from fednas_flwr.protocol.sum_requests import Summed
 
 MASKED = "masked"  # the only state of a masked reply
-NOT_TOLD = 1.0  # what a masked reply has as its number of examples
+NOT_TOLD = 1.0  # number of examples in a masked reply
 
-# Of each state by name, then of each dtype, the number of values.
+# Number of values by state name, then by dtype.
 Sizes = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
 class Summands:
-    """The plan of one exchange's vectors, which server and clients compute alike.
+    """The plan of one exchange's vectors, computed alike by server and clients.
 
     Attributes:
-        action: That is asked.
-        sizes: Of the reply's states.
-        summed: Terms of the sum, as the request has them.
-        base: The states of the request, to which trained ones are differences.
+        action: The action that is requested.
+        sizes: Sizes of the reply's states.
+        summed: Terms of the sum, from the request.
+        base: The states of the request, from which trained ones are differences.
     """
 
     action: str
@@ -55,12 +55,12 @@ class Summands:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The metrics that the action may give."""
+        """The metrics that the action may return."""
         return sorted(ACTIONS[self.action].metrics)
 
     @cached_property
     def lengths(self) -> dict[str, int]:
-        """Length of each vector by its dtype; a vector without values does not travel."""
+        """Length of each vector by dtype; a vector without values does not travel."""
         lengths = {"int64": 1 + 2 * len(self.metrics), "int32": 0}
         for state, _, size in self._parts():
             lengths["int32" if state in self.summed.ranges else "int64"] += size
@@ -70,7 +70,7 @@ class Summands:
         """Return a reply as integers, by dtype.
 
         Args:
-            reply: With states of these sizes; those with a range are shares.
+            reply: Reply with states of these sizes; those with a range are shares.
 
         Raises:
             ValueError: A value of a state without a range is not finite, or too large.
@@ -91,11 +91,11 @@ class Summands:
         return {dtype: np.concatenate(vectors[dtype]) for dtype in self.lengths}
 
     def decode(self, vectors: Mapping[str, np.ndarray], *, sites: int) -> Reply:
-        """Return the reply of a total.
+        """Return the reply made from a total.
 
         Args:
-            vectors: By dtype, unmasked.
-            sites: Number of clients in it.
+            vectors: The unmasked total, by dtype.
+            sites: Number of clients in the total.
 
         Raises:
             ValueError: The total is beyond what they can have sent.
@@ -125,31 +125,31 @@ class Summands:
         return Reply(num_examples=n, metrics=metrics, states=states, sites=sites)
 
     def _parts(self) -> Iterator[tuple[str, str, int]]:
-        """Yield state, dtype and size of every vector, in the one order of all clients."""
+        """Yield state, dtype and size of every vector, in the order that all clients use."""
         for state in sorted(self.sizes):
             yield from ((state, dtype, n) for dtype, n in sorted(self.sizes[state].items()))
 
     def _weight(self, state: str, n: float) -> float:
-        """Return the factor of a state; gradients, which are sums already, have 1."""
+        """Return the factor of a state; it is 1 for gradients, which are already sums."""
         return 1.0 if state in ACTIONS[self.action].gradients_of else n
 
     def _sent(self, state: str, dtype: str) -> torch.Tensor | None:
-        """Return the vector from which a trained one is sent as a difference."""
+        """Return the vector from which a trained one's difference is sent."""
         return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
 
 def sizes_of(states: States, shares: Mapping[str, Cells] | None = None) -> Sizes:
-    """Return the sizes of a reply's states, and of its shares."""
+    """Return the sizes of a reply's states and shares."""
     cells = {name: {"float32": len(share.values)} for name, share in (shares or {}).items()}
     packed = states.items()
     return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
 
 
 def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]) -> None:
-    """Refuse a masked reply of another form, or of other tensors than asked for.
+    """Refuse a masked reply with another form, or with other tensors than were asked for.
 
     Raises:
-        ReplyError: The sentence says which.
+        ReplyError: It differs; the message says in what.
     """
     sizes = {dtype: v.numel() for dtype, v in reply.states.get(MASKED, {}).items()}
     if set(reply.states) != {MASKED} or sizes != summands.lengths:

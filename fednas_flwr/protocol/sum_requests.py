@@ -1,7 +1,7 @@
-"""The header of a message, what all requests have, and the requests of secure sums.
+"""The header of a message, the base of all requests, and the requests of secure sums.
 
-These are the two messages of a secure sum besides the action that it sums, with all that a site
-needs to answer them.
+These are the two messages of a secure sum that follow the action to sum, with everything that a
+site needs to answer them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fednas_flwr.settings.names import MOST_SITES
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.parser import Between, Checked, Length, Where
 
-LONGEST_NAME = 300  # bytes of a run's name: a site keeps it in its ledger
+LONGEST_NAME = 300  # bytes of a run's name, which a site keeps in its ledger
 
 Name = Annotated[str, Length(Between(0, LONGEST_NAME))]
 
 
 def by_site(digits: int) -> Where:
-    """Numbers of so many hex digits by the index of a site."""
+    """Numbers of ``digits`` hex digits by the index of a site."""
 
     def holds(values: Mapping[str, str]) -> bool:
         return len(values) <= MOST_SITES and all(
@@ -45,13 +45,13 @@ Kinds = dict[str, tuple[tuple[str, ...], int]]  # kind -> splits that are read, 
 
 @dataclass(frozen=True)
 class Header(Checked):
-    """The exchange that a message belongs to; a reply repeats its request's header.
+    """The exchange to which a message belongs; a reply repeats its request's header.
 
     Attributes:
-        run: Name of the run, the same for all its messages; like the other texts, of at most 300
-            bytes.
+        run: Name of the run, the same in all its messages; like the other texts, at most 300 bytes
+            long.
         stage: ``search``, ``retrain``, ``evaluate``, ...; rounds are counted within a stage.
-        round: From 1; 0 before the first round.
+        round: Number of the round, from 1; 0 before the first round.
         phase: Number of the exchange within its round, from 1.
         client: Index of the client that is asked.
         nonce: Random text, new for every message.
@@ -67,14 +67,14 @@ class Header(Checked):
 
 @dataclass(frozen=True)
 class Training:
-    """Facts about a local training that bound the change it makes.
+    """Facts about a local training that bound its change to the model.
 
     Attributes:
         weights: SGD of the weights.
         steps: Number of steps.
         proximal: mu of a proximal term.
-        alphas_lr: Learning rate of the alphas; None where they are not trained.
-        members: Networks that are trained side by side, each clipped by itself.
+        alphas_lr: Learning rate of the alphas; None if they are not trained.
+        members: Networks that are trained side by side, each clipped on its own.
     """
 
     weights: SGD
@@ -86,11 +86,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Arguments of an action, and what follows from them; each action overrides some of it.
+    """Arguments of an action, and what follows from them; actions override some of it.
 
     Attributes:
-        of_any_site: True if it reads no data set; else a private site needs its ``data_set``.
-        is_kept: True if the site keeps the tensors of the request for good.
+        of_any_site: True if the action reads no data set; otherwise a private site needs its
+            ``data_set``.
+        is_kept: True if the site keeps the tensors of the request permanently.
     """
 
     of_any_site = is_kept = False
@@ -102,36 +103,36 @@ class Settings(Checked):
 
     @property
     def described(self) -> Mapping[str, Any] | None:
-        """Description of the network that it is about; None is the supernet, or no network."""
+        """Description of the request's network; None means the supernet or no network."""
         return None
 
     def released(self, action: str) -> Kinds:
-        """Releases of a private client whose records, or persons, are protected, by kind.
+        """Releases, by kind, of a private client whose records or persons are protected.
 
         Raises:
-            ConfigError: It asks for what such a client does not do.
+            ConfigError: The request asks for something that such a client does not do.
         """
         raise NotImplementedError(f"{action} releases nothing")
 
     def client_releases(self, action: str) -> Kinds:
-        """Releases of a client that is protected as a whole, by kind.
+        """Releases, by kind, of a client that is protected as a whole.
 
         Raises:
-            ConfigError: It asks for what such a client does not answer.
+            ConfigError: The request asks for something that such a client does not answer.
         """
         limit = "train.search, train.weights or train.probe: this site is protected as a whole"
         raise refused("unit", "action", action, limit)
 
     def num_steps(self, records: Mapping[str, int]) -> int:
-        """Steps of local training, at least 1, of a client with these records by split."""
+        """Steps of local training, at least 1, at a client with these records by split."""
         return 1
 
     def with_steps(self, steps: int) -> Settings:
-        """The same request for so many steps of local training, if it asks for any."""
+        """The same request with this number of steps of local training, if it asks for any."""
         return self
 
     def trained_by(self, rows: float) -> Training | None:
-        """The local training whose result is returned, over so many rows; None if there is none."""
+        """The local training over these rows whose result is returned; None if there is none."""
         return None
 
 
@@ -147,7 +148,7 @@ class Masked(TypedDict):
 
 
 REQUESTS: dict[str, type[Settings]] = {}  # by action
-# By action the properties of its replies, TypedDicts: of any client's, and of a private client's.
+# The TypedDicts of replies' properties by action: for any client, and for a private client.
 PROPERTIES: dict[str, tuple[type, type]] = {}
 Kind = TypeVar("Kind", bound=Settings)
 
@@ -156,12 +157,13 @@ Kind = TypeVar("Kind", bound=Settings)
 def asks(
     *actions: str, reply: type = NoProperties, private: type | None = None
 ) -> Callable[[type[Kind]], type[Kind]]:
-    """Make a class a frozen dataclass of keywords, and the request of actions.
+    """Make a class a keyword-only frozen dataclass, and the request of actions.
 
     Args:
-        *actions: Their names.
-        reply: The properties that their replies have, a TypedDict.
-        private: Those of them that do not depend on records, where these are not all.
+        *actions: Names of the actions.
+        reply: TypedDict of the properties in their replies.
+        private: TypedDict of the properties that do not depend on records, if not all of them are
+            such.
     """
 
     def register(named: type[Kind]) -> type[Kind]:
@@ -175,13 +177,13 @@ def asks(
 
 @dataclass(frozen=True)
 class Summed(Checked):
-    """Masking of the reply to a request.
+    """Terms of masking the reply to a request.
 
     Attributes:
         attempt: Random text, new for every exchange.
-        participants: Indices of all clients that are asked the same, ascending.
-        ranges: Largest magnitude of one client's values, of the states whose sums travel in 32
-            bits; others take 64.
+        participants: Indices of all clients that get the same request, ascending.
+        ranges: Largest magnitude of one client's values, for states whose sums travel in 32 bits;
+            others take 64.
     """
 
     attempt: Annotated[str, Length(Between(1, 64))]
@@ -193,7 +195,7 @@ class Summed(Checked):
         """The grids of the states that have a range.
 
         Raises:
-            ValueError: A range is none.
+            ValueError: A range is invalid.
         """
         sites = len(self.participants)
         return {state: Grid.of_range(most, sites=sites) for state, most in self.ranges.items()}
@@ -207,11 +209,11 @@ class Signature(TypedDict):
 
 @asks("query.sign_survivors", reply=Signature)
 class SignSurvivors(Settings):
-    """``query.sign_survivors``: the list of the clients whose replies are in a sum.
+    """``query.sign_survivors``: the list of clients whose replies are in a sum.
 
     Attributes:
-        context: Digest of the exchange, as the clients have told it.
-        survivors: Indices, ascending.
+        context: Digest of the exchange, as stated by the clients.
+        survivors: Indices of the clients, ascending.
     """
 
     of_any_site = True
@@ -229,13 +231,13 @@ class Opened(TypedDict):
 
 @asks("query.open_masks", reply=Opened)
 class OpenMasks(Settings):
-    """``query.open_masks``: the parts by which the server takes the masks off a sum.
+    """``query.open_masks``: the parts with which the server removes the masks from a sum.
 
     Attributes:
         context: Digest of the exchange.
         survivors: The list that was signed.
-        signatures: Of all survivors, by index.
-        boxes: Sealed parts for this client, by the index of their senders.
+        signatures: Signatures of all survivors, by index.
+        boxes: Sealed parts for this client, by the indices of their senders.
     """
 
     of_any_site = True
@@ -247,10 +249,10 @@ class OpenMasks(Settings):
 
 
 def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
-    """Return the properties by which a site answers one of these requests.
+    """Return the properties with which a site answers one of these requests.
 
     Raises:
-        ConfigError: The site refuses it.
+        ConfigError: The site refuses the request.
     """
     if isinstance(asked, SignSurvivors):
         return {"signature": sums.sign(bytes.fromhex(asked.context), asked.survivors).hex()}
@@ -265,7 +267,7 @@ def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
 
 
 def by_text(values: Mapping[int, bytes]) -> dict[str, str]:
-    """Return bytes by index as JSON holds them."""
+    """Return bytes by index, in a form for JSON."""
     return {str(index): value.hex() for index, value in values.items()}
 
 
@@ -274,4 +276,4 @@ def by_index(values: Mapping[str, str]) -> dict[int, bytes]:
     return {int(index): bytes.fromhex(text) for index, text in values.items()}
 
 
-SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # of no record
+SUM_ACTIONS = ("query.sign_survivors", "query.open_masks")  # they read no record

@@ -1,1 +1,1 @@
-"""One client's steps on a supernet or a network: plain torch, usable from a notebook."""
+"""One client's steps on a supernet or a network, in plain torch and usable from a notebook."""

@@ -1,25 +1,25 @@
 """Choices among hyper-parameter configurations: FEATHERS' bandit, and FedEx's distribution.
 
-Both are pure numbers and know no networks.
+Both are pure numbers and independent of networks.
 
 FEATHERS: Seng et al. (2023), section 3.1. An arm is one configuration. In a phase some arms are
 tried, each from the same weights; an arm's reward is the decrease of the clients' mean validation
-loss. Estimates of the rewards choose the best arm, the distribution from which the next arms are
-drawn, and, by its entropy, how many.
+loss. Estimates of the rewards determine the best arm, the distribution from which the next arms are
+drawn and, through its entropy, their number.
 
-Deviations, of which ``experiment=feathers/paper_faithful`` takes back the last two:
+Deviations (``experiment=feathers/paper_faithful`` reverts the last two):
 
 * the entropy has its minus sign, which Eq. 7 lacks;
-* arms are drawn without replacement: the text's indicator vector knows an arm once;
-* step size and retention are two constants, where Eq. 6 uses one for both;
+* arms are drawn without replacement, as the paper's indicator vector has an arm once;
+* step size and retention are two constants, while Eq. 6 uses one for both;
 * the softmax is of estimates divided by their scale and a temperature: raw decreases of a loss are
-  so small that the distribution stays almost uniform and exploration never falls. Where rewards
-  carry noise of known size, differences below it do not count either.
+  so small that the distribution would stay almost uniform and exploration would never fall. If
+  rewards carry noise of known size, differences below it do not count either.
 
 FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
 configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an
 estimate of its gradient, and it moves by an exponentiated gradient step. Deviation: in the first
-round the baseline is that round's own mean loss, where the public code has 0; by that every
+round the baseline is that round's own mean loss. The public code has 0, with which every
 configuration that was drawn would lose to all others.
 
 Tensor suffix: N arms or configurations.
@@ -39,13 +39,13 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.settings import optimizers as opt
 
 LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
-DISCOUNT = 0.9  # of the losses in FedEx' baseline, by round
+DISCOUNT = 0.9  # of the losses in FedEx' baseline, per round
 EQUAL = 1e-9  # nats: a smaller excess is rounding, which steps would magnify
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a choice has learnt: a state that changes, and maybe constants in ``settings``."""
+    """The knowledge of a choice: a state that changes, and possibly constants in ``settings``."""
 
     def probabilities(self) -> Tensor:
         """Probability of each configuration [N]."""
@@ -56,13 +56,13 @@ class Learnt:
         return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
 
     def to_json(self) -> dict[str, Any]:
-        """The state that changes, as JSON values for a checkpoint."""
+        """The changing state, as JSON values for a checkpoint."""
         names = [field.name for field in fields(self) if field.name != "settings"]
         state = {name.removesuffix("_N"): getattr(self, name) for name in names}
         return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in state.items()}
 
     def with_json(self, values: Mapping[str, Any]) -> Self:
-        """The same with the state that :meth:`to_json` gave."""
+        """The same object with the state that :meth:`to_json` returned."""
         state = {f.name: values.get(f.name.removesuffix("_N")) for f in fields(self)}
         state.pop("settings", None)
         tensors = {
@@ -73,14 +73,14 @@ class Learnt:
 
 @dataclass(frozen=True)
 class Bandit(Learnt):
-    """Knowledge about the arms; every change is a new object.
+    """Knowledge about the arms; every change gives a new object.
 
     Attributes:
         settings: The constants.
         estimates_N: Estimated reward of every arm, float64; 0 at first.
         scale: Running root mean square of the rewards; 0 before the first.
         noise: Standard deviation of the noise on the newest rewards.
-        tried: The arms that have had a reward, ascending.
+        tried: The arms that have received a reward, ascending.
     """
 
     settings: opt.BanditSettings
@@ -95,7 +95,7 @@ class Bandit(Learnt):
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
-        """Pi [N]: the softmax of the estimates in units of scale and temperature."""
+        """Pi [N], the softmax of the estimates in units of scale and temperature."""
         unit = self.settings.temperature
         if self.settings.scaled:
             unit *= self.scale if self.scale > 0 else 1.0
@@ -103,13 +103,14 @@ class Bandit(Learnt):
         return (self.estimates_N / unit).softmax(dim=0)
 
     def num_trials(self) -> int:
-        """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
+        """Kappa, the number of arms to try next: round(beta H), at least 1 and at most N."""
         return min(max(1, round(self.settings.beta * self.entropy())), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
         """Draw ``count`` different arms from pi, ascending.
 
-        By the Gumbel trick, which needs no probability above zero (torch.multinomial does).
+        It uses the Gumbel trick, which does not need probabilities above zero (torch.multinomial
+        does).
         """
         uniform_N = torch.rand(len(self.estimates_N), generator=generator, dtype=torch.float64)
         gumbel_N = -(-uniform_N.log()).log()
@@ -118,10 +119,10 @@ class Bandit(Learnt):
         return sorted(keys_N.topk(count).indices.tolist())
 
     def best(self) -> int:
-        """The arm with the largest estimate of those tried; ties go to the lowest.
+        """The arm with the largest estimate among those tried; ties go to the lowest.
 
-        Deviation: Alg. 1 takes the maximum over all arms, which is one that nobody has tried as
-        soon as all rewards are negative.
+        Deviation: Alg. 1 takes the maximum over all arms, which is an untried one as soon as all
+        rewards are negative.
         """
         estimates = self.estimates_N.tolist()
         return max(self.tried or range(len(estimates)), key=estimates.__getitem__)
@@ -129,12 +130,12 @@ class Bandit(Learnt):
     def updated(self, rewards: Mapping[int, float], *, noise: float = 0.0) -> Self:
         """The bandit after a phase (Eq. 6).
 
-        Tried arms move by ``step_size`` to their reward, as :meth:`bounded` has it, the others
-        keep ``retention`` of theirs.
+        Tried arms move by ``step_size`` towards their reward, as bounded by :meth:`bounded`; the
+        others keep ``retention`` of their estimate.
 
         Args:
-            rewards: By arm; empty changes nothing.
-            noise: Standard deviation of the noise that privacy has put on each of them.
+            rewards: Rewards by arm; an empty mapping changes nothing.
+            noise: Standard deviation of the noise that privacy has added to each of them.
 
         Raises:
             IndexError: There is no such arm.
@@ -147,16 +148,16 @@ class Bandit(Learnt):
             before = float(self.estimates_N[arm])
             estimates_N[arm] = before + self.settings.step_size * (reward - before)
         newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
-        root = math.sqrt(0.5)  # of a running mean of squares, of which each phase keeps half
+        root = math.sqrt(0.5)  # for a running mean of squares, of which each phase keeps half
         scale = math.hypot(root * self.scale, root * newest) if self.scale else newest
         tried = sorted({*self.tried, *seen})
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
     def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
-        """The rewards, all finite.
+        """The rewards, all made finite.
 
-        One that is not, as of a configuration under which training diverged, counts as the worst
-        of the phase, or minus the scale if there is no other.
+        A reward that is not finite, for instance because training diverged, counts as the worst of
+        the phase, or as minus the scale if there is no other.
         """
         finite = [reward for reward in rewards.values() if math.isfinite(reward)]
         worst = min(0.0, *finite) if finite else -self.scale
@@ -164,7 +165,7 @@ class Bandit(Learnt):
 
 
 def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:
-    """The configurations to choose among: those listed, else drawn from the run's seed."""
+    """The configurations to choose from: those listed, or else drawn from the run's seed."""
     if choice.configurations:
         return choice.configurations
     generator = make_generator(seed, "configurations")
@@ -189,7 +190,7 @@ def draw_configurations(
 
 
 class Trial(NamedTuple):
-    """One client's round: index of its configuration, its loss afterwards, its weight (> 0)."""
+    """A client's round: the index of its configuration, its loss afterwards, its weight (> 0)."""
 
     configuration: int
     loss: float
@@ -198,11 +199,12 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Theta(Learnt):
-    """The distribution and what its steps depend on; every change is a new object.
+    """The distribution and the state on which its steps depend; every change gives a new object.
 
     Attributes:
         log_theta_N: Logarithms of the probabilities, float64.
-        loss_sum: Discounted sum of the rounds' mean losses; over ``loss_weight`` the baseline.
+        loss_sum: Discounted sum of the rounds' mean losses; divided by ``loss_weight`` it is the
+            baseline.
         loss_weight: The same sum of ones; 0 before the first round.
     """
 
@@ -234,10 +236,11 @@ class Theta(Learnt):
         ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and
         ``theta <- theta exp(-eta grad)``, normalised, with eta ``sqrt(2 ln N)`` over the gradient's
         largest entry, the "aggressive" schedule of the authors' runs. lambda is the mean of all
-        losses so far, each round's counting ``DISCOUNT`` times as much in the next.
+        losses so far; a round's losses count ``DISCOUNT`` times as much in the next round.
 
         Args:
-            trials: Those of the clients that answered, with finite losses; none changes nothing.
+            trials: Trials of the clients that answered, with finite losses; an empty list changes
+                nothing.
         """
         if not trials:
             return self

@@ -1,10 +1,10 @@
-"""Candidates of a search: paths through a supernet, or several networks beside each other.
+"""Candidates of a search: paths through a supernet, or several networks side by side.
 
 Pham et al. (2018), ENAS, arXiv 1802.03268: a :class:`Candidate` is a path through a supernet and
 inherits the weights that others have trained.
 
-The networks of a :class:`Pool` share batches and messages, but no weight: its gradient is each
-member's, so that a member is trained as it would be alone.
+The networks of a :class:`Pool` share batches and messages, but no weights. The gradient is each
+member's own, so that a member is trained as it would be alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ class Candidate(nn.Module):
     """A supernet restricted to one path; it shares the supernet's parameters."""
 
     def __init__(self, supernet: Supernet, path: Sequence[int]) -> None:
-        """Take the path.
+        """Restrict the supernet to the path.
 
         Args:
             supernet: A supernet of the space ``dp_cells`` or ``dp_cells_darts``.
-            path: For every edge the column of its op.
+            path: For every edge, the column of its op.
 
         Raises:
             ValueError: The supernet is of another space, or the path does not fit it.
@@ -43,7 +43,7 @@ class Candidate(nn.Module):
         self.training = supernet.training
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The weights that the path computes with, under their names in the supernet."""
+        """The weights with which the path computes, under their names in the supernet."""
         return self.supernet.path_weights(self.path)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class Candidate(nn.Module):
 
 
 def all_alike(supernet: Supernet) -> list[list[int]]:
-    """For every op the path with that op on all edges.
+    """For every op, the path with that op on all edges.
 
-    No path computes or keeps more than one of these: the ops of an edge have one shape.
+    No path computes or stores more than the largest of these, as the ops of an edge have one shape.
     """
     edges, ops = next(iter(supernet.alphas().values())).shape
     return [[op] * edges for op in range(ops)]
@@ -78,11 +78,11 @@ class Pool(nn.Module):
 
 
 def name_before(name: str, indices: list[int]) -> str:
-    """The name that a tensor had before only the members ``indices`` were left.
+    """The name that a tensor had before only the members ``indices`` were kept.
 
     Args:
-        name: Name of the tensor now; its first ``members.<index>`` is replaced.
-        indices: For each member that is left its index before.
+        name: Current name of the tensor; its first ``members.<index>`` is replaced.
+        indices: The former index of each member that is left.
 
     Example:
         >>> name_before("members.1.stem.weight", [2, 5])

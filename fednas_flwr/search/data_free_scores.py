@@ -1,21 +1,22 @@
-"""Data-free scores: what can be told of a network before it has seen a record, and their search.
+"""Data-free scores of networks that have seen no record, and a search by these scores.
 
-Each score is a number of a network with new weights, larger for what it holds to be better. None
-reads data, so that a server can rank architectures alone and no client spends anything.
-:func:`measure` computes any of them for a genotype of any space; :func:`combine` turns several into
-one ranking. :func:`search` ranks architectures, drawn at random within limits of cost: the first is
-the choice, the first few are a pool that records can decide in.
+Each score is a number for a network with new weights; it is larger for networks that it considers
+better. No score reads data, so that a server can rank architectures alone and no client spends
+anything. :func:`measure` computes any of them for a genotype of any space; :func:`combine` turns
+several into one ranking. :func:`search` ranks architectures that are drawn at random within limits
+of cost. The first is the choice; the first few are a pool from which a search with records can
+choose.
 
-``AZ_NAS`` is what we recommend: of the published scores its rank correlation on NAS-Bench-201 is
-the highest, after 12 epochs (.56, synflow .36; ``scripts/results/scores.json``) as in its paper
-after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: among good
-cells none of the published ones knows more. ``learning`` does: it trains a network for some steps
-on a made-up task. It costs seconds, so that it is for the best by other scores. Its task, and its
-use beside multiply-adds, were chosen by that table; the published scores were not tuned.
+We recommend ``AZ_NAS``: of the published scores it has the highest rank correlation on
+NAS-Bench-201, after 12 epochs (.56, synflow .36; ``scripts/results/scores.json``) and in its paper
+after 200, and of 250 cells it seldom chooses a bad one. No score is best everywhere: none of the
+published ones can rank good cells among each other. ``learning`` can: it trains a network for some
+steps on a made-up task. It costs seconds, so it is meant for the best networks by other scores. Its
+task, and its use together with multiply-adds, were chosen by that table; the published scores were
+not tuned.
 
-Scores depend on depth: stacked cells without a way around them train badly, which a network of one
-cell per stage does not show. Give the space the depth at which networks will be used; width says
-little.
+Scores depend on depth: stacked cells without a bypass train badly, which a network of one cell per
+stage does not show. Give the space the depth at which networks will be used; width matters little.
 
 Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and pixels), N networks.
 """
@@ -42,13 +43,13 @@ from fednas_flwr.spaces.space import SearchSpace
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
-LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
-LARGEST_SIDE = 16  # of images of the made-up task
-Shape = tuple[int, ...]  # of one example
+LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # learning rate of the first step
+LARGEST_SIDE = 16  # side of images in the made-up task
+Shape = tuple[int, ...]  # shape of one example
 Measure = Callable[[nn.Module, Shape, torch.Generator], float | tuple[float, ...]]
-Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
+Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each genotype, in order
 Costs = Callable[[Genotype], Mapping[str, float]]
-TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
+TRIES = 200  # in a row without a new architecture within the limits, after which the search ends
 
 
 def measure(
@@ -56,14 +57,14 @@ def measure(
 ) -> dict[str, float]:
     """The scores of a genotype's network at the space's own sizes.
 
-    Only ``learning`` is measured on images of at most 16 pixels a side, at a quarter of the cost of
-    32. All networks of a seed are initialised from the same random numbers and given the same
+    Only ``learning`` is measured on images of at most 16 pixels a side, which costs a quarter of 32
+    pixels. All networks of a seed are initialised from the same random numbers and given the same
     inputs, so that a score does not depend on when it is computed.
 
     Args:
         space: Search space, with the shape of an example.
         genotype: A genotype of that space.
-        scores: Names out of ``SCORES``.
+        scores: Names from ``SCORES``.
         seed: Seed of initialisation and inputs.
 
     Raises:
@@ -77,7 +78,7 @@ def measure(
         if set(names) & set(wanted):
             of = _of_small_images(space) if names == ("learning",) else space
             with seeded(seed, "scored network"):
-                network = deepcopy(of.network(genotype))  # with what others share, as it is changed
+                network = deepcopy(of.network(genotype))  # with shared parts, as it is changed
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
             each = numbers if isinstance(numbers, tuple) else (numbers,)
             values |= zip(names, each, strict=True)
@@ -85,13 +86,12 @@ def measure(
 
 
 def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
-    """One number per network, by which those compare that were measured together.
+    """One number per network, for comparing networks that were measured together.
 
-    ``sum_s log(rank_s / N)``, the rank being the number of networks that a network is at least as
-    good as by score s. Lee and Ham (2024), AZ-NAS, arXiv 2403.19232, "non-linear
-    ranking aggregation": a network that is bad by one score is punished more than others reward it.
-    With a single score it orders as that score does. A score that is not a number ranks below all
-    others.
+    ``sum_s log(rank_s / N)``, where the rank is the number of networks that a network equals or
+    beats by score s. Lee and Ham (2024), AZ-NAS, arXiv 2403.19232, "non-linear ranking
+    aggregation": a network that is bad by one score is punished more than other scores reward it.
+    With a single score the order is that of the score. NaN ranks below all other values.
 
     Args:
         values: The scores of each of N networks, all with the same names.
@@ -114,14 +114,14 @@ def synflow(network: nn.Module, input_shape: Shape) -> float:
 
     With all parameters replaced by their absolute values, an input of ones, and L the sum of the
     outputs: for a chain of layers L is ``1^T prod_l |W_l| 1``. Tanaka et al. (2020), arXiv
-    2006.05467; as a score of architectures Abdelfattah et al. (2021), arXiv
-    2101.08134, who leave the norms out as we do, and compute in float64.
+    2006.05467; as a score of architectures: Abdelfattah et al. (2021), arXiv 2101.08134, who omit
+    the norms, as we do, and compute in float64.
 
-    Deviations: activations are identities, as ReLU is one here; tanh would saturate and ReLU6 stop
-    the gradient. Biases count, too. The logarithm keeps the order.
+    Deviations: activations are identities, as ReLU is one here; tanh would saturate and ReLU6 would
+    stop the gradient. Biases count, too. The logarithm keeps the order.
 
     Args:
-        network: Changed by the call.
+        network: The network, which is changed by the call.
         input_shape: Shape of one example.
     """
     network.double().eval()
@@ -149,7 +149,7 @@ def az_nas_parts(
     """Expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
 
     Lee and Ham (2024), arXiv 2403.19232, for weights from He's normal distribution and inputs from
-    N(0, 1). Of the features of each module of the chain, stem and cells:
+    N(0, 1). The parts are computed from the features of each module of the chain, stem and cells:
 
     - expressivity: the sum of the entropies of their principal components' shares of variance;
     - progressivity: the least growth of that entropy from one module to the next;
@@ -157,15 +157,15 @@ def az_nas_parts(
       Jacobian, estimated as ``E[g_in g_out^T]`` with g_out random signs: gradients that neither
       grow nor vanish.
 
-    Deviations: 16 inputs instead of 64; modules that are the identity are left out of the
-    trainability, which is -inf for such networks in the published code; sides that stride does not
-    divide are padded.
+    Deviations: 16 inputs instead of 64; modules that are the identity are omitted from the
+    trainability, which is -inf for such networks in the published code; sides that the stride does
+    not divide are padded.
 
     Args:
-        network: Changed by the call.
+        network: The network, which is changed by the call.
         input_shape: Shape of one example.
         generator: Source of weights, inputs and signs.
-        batch_size: Inputs.
+        batch_size: Number of inputs.
     """
     network.train()
     he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu", generator=generator)
@@ -191,13 +191,13 @@ def learning(
     """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
     An input of a class is the class' pattern, at a random place, plus as strong noise; pattern and
-    noise are drawn alike, those of images with the 1/f spectrum of natural ones. What a network
-    learns of it tells how well its depth can be trained, of which records are one case. Made-up
-    data rank networks in Such et al. (2020), arXiv 1912.07768, who learn the data, and Rawal et al.
-    (2020), arXiv 2005.13092; the task is ours.
+    noise are drawn alike, those of images with the 1/f spectrum of natural ones. The result shows
+    how well a network of this depth can be trained, on records as on other data. Made-up data rank
+    networks in Such et al. (2020), arXiv 1912.07768, who learn the data, and Rawal et al. (2020),
+    arXiv 2005.13092; the task is ours.
 
     Args:
-        network: Changed by the call.
+        network: The network, which is changed by the call.
         input_shape: Shape of one example; images are (channels, height, width).
         generator: Source of patterns, classes, places and noise.
         steps: Number of steps of SGD with momentum .9, whose learning rate falls linearly to 0.
@@ -205,7 +205,7 @@ def learning(
     network.train()
     with torch.no_grad():
         outputs = network(torch.zeros(2, *input_shape)).shape[1]
-    num_classes = max(2, outputs)  # a network for numbers tells two apart
+    num_classes = max(2, outputs)  # a network for numbers distinguishes two classes
     patterns = _noise(num_classes, input_shape, generator)
     optimizer = PlainSGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9)
     losses = []
@@ -238,14 +238,14 @@ MEASURES: dict[tuple[str, ...], Measure] = {
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
 SYNFLOW = ("synflow",)
-# Spaces whose networks AZ-NAS ranks no better than chance, or of which nobody has measured it.
+# Spaces whose networks AZ-NAS ranks no better than chance, or for which it was not measured.
 UNRANKED = ("darts", "mbconv", "adapters")
 
 
 def trusted_scores(space: str) -> tuple[str, ...]:
-    """The scores that rank a space's networks; none where AZ-NAS does not.
+    """The scores that rank a space's networks; empty if AZ-NAS does not rank them.
 
-    Of DARTS' cells and MBConv blocks, the best of 250 by AZ-NAS is about as accurate as the first
+    For DARTS' cells and MBConv blocks, the best of 250 by AZ-NAS is about as accurate as the first
     one drawn (``scripts/results/spaces.json``).
 
     Args:
@@ -318,8 +318,8 @@ class Scored(NamedTuple):
     Attributes:
         genotype: The architecture.
         scores: The scores that rank all architectures.
-        further: The scores that rank a shortlist; None outside of it.
-        number: Number of architectures that were found before it.
+        further: The scores that rank a shortlist; None for networks outside it.
+        number: Number of architectures that were found earlier.
     """
 
     genotype: Genotype
@@ -337,11 +337,11 @@ def exceeded(
     """The costs, by name, in which a genotype's network exceeds limits.
 
     Args:
-        limits: Highest cost by name: ``parameters``, ``multiply_adds`` of one example, or
+        limits: Highest allowed cost by name: ``parameters``, ``multiply_adds`` of one example, or
             ``latency_ms``.
         space: The genotype's space, at the network's sizes.
-        genotype: Built without memory for its weights.
-        latency_ms: Function that returns the latency of a genotype; needed with a limit of it.
+        genotype: The genotype, whose network is built without memory for weights.
+        latency_ms: Function that returns the latency of a genotype; needed if latency is limited.
     """
     costs: dict[str, float] = {}
     if limits.keys() - {"latency_ms"}:
@@ -356,10 +356,10 @@ def exceeded(
 
 
 def smallest(space: SearchSpace, costs: Costs, name: str) -> float:
-    """The lowest cost of one kind of a space's networks that are not degenerate.
+    """The lowest cost, of one kind, of a space's networks that are not degenerate.
 
-    It is exact where the costs of ops add up, and these have the same order on all edges: then it
-    is that of the cheapest op on every edge but one, which has the cheapest op with weights.
+    It is exact if the costs of ops add up and have the same order on all edges. Then the network
+    has the cheapest op on every edge but one, which has the cheapest op with weights.
     """
 
     def cost_of(likeliness: Tensor) -> float:
@@ -381,19 +381,19 @@ def search(
     limited: SearchSpace | None = None,
     known: Sequence[Scored] = (),
 ) -> list[Scored]:
-    """Different architectures, the best first, by ``combine`` over all of them.
+    """Different architectures, best first, by ``combine`` over all of them.
 
     Args:
-        space: Space of the architectures; none is degenerate.
-        score: Function that returns the scores of each of some genotypes, as
-            :func:`measure` has them. Every genotype must get the same names.
-        draws: Number of architectures to score; fewer where the space has no more.
-        generator: All that is random comes from it, so that its state fixes the result.
+        space: Space of the architectures; none of them is degenerate.
+        score: Function that returns the scores of each of some genotypes, in the form of
+            :func:`measure`. Every genotype must get the same names.
+        draws: Number of architectures to score; fewer if the space has no more.
+        generator: Source of all random draws, so that its state determines the result.
         limits: Limits on the cost of a network, see :func:`exceeded`.
         latency_ms: See :func:`exceeded`.
-        limited: The space at the sizes of the networks that the limits are for; None: ``space``.
-        known: Result of an earlier search, which this one goes on with: its architectures come
-            back, too, and are not scored again.
+        limited: The space at the sizes to which the limits apply; None means ``space``.
+        known: Result of an earlier search, which this one continues: its architectures are
+            returned, too, and are not scored again.
 
     Raises:
         ConfigError: No architecture within the limits was found.
@@ -432,7 +432,7 @@ def search(
 
 
 def ranked(scored: list[Scored]) -> list[Scored]:
-    """Architectures by their scores, the best first; of equals the first found."""
+    """Architectures by their scores, best first; among equals the first found."""
     return _ordered(scored, [one.scores for one in scored])
 
 
@@ -443,12 +443,12 @@ def _ordered(scored: list[Scored], scores: Sequence[Mapping[str, float]]) -> lis
 
 
 def shortlisted(ranking: list[Scored], score: Scores, *, keep: int) -> list[Scored]:
-    """A ranking whose first ``keep`` are ordered by further scores, combined among them.
+    """A ranking whose first ``keep`` networks are ordered by further scores, combined among them.
 
     Args:
-        ranking: The best first.
+        ranking: Architectures, best first.
         score: Function that returns the further scores of each genotype that has none yet.
-        keep: Number of architectures, at most all.
+        keep: Number of architectures in the shortlist, at most all.
     """
     further = iter(score([one.genotype for one in ranking[:keep] if one.further is None]))
     best = [

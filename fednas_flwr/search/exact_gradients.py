@@ -1,10 +1,10 @@
-"""Exact gradients of the next batches: what clients without privacy train by.
+"""Exact gradients of the next batches, with which clients without privacy train.
 
-The weights are those of a supernet or of a derived network. For the alphas there are the first
-order, the second order and the mixed level.
+The weights are those of a supernet or of a derived network. For the alphas the rules are first
+order, second order and mixed level.
 
-All functions leave the weights, the alphas and their ``.grad`` as they found them. Batch norm's
-running statistics move, as with any forward in training mode.
+All functions leave the weights, the alphas and their ``.grad`` unchanged. Batch norm's running
+statistics move, as with any forward in training mode.
 """
 
 import math
@@ -38,7 +38,7 @@ Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
 class Tally:
     """Running sums over batches; ``loss`` and ``accuracy`` are means over examples.
 
-    The sums stay on the batches' device until they are asked for: no step waits for a GPU.
+    The sums stay on the batches' device until they are requested, so that no step waits for a GPU.
     """
 
     loss_sum: Tensor | float = 0.0
@@ -46,7 +46,7 @@ class Tally:
     num_examples: int = 0
 
     def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
-        """Add a batch: losses [B], and how right predictions were [B] (None leaves it out)."""
+        """Add a batch: losses [B], and the correctness of predictions [B] (None adds none)."""
         self.loss_sum = self.loss_sum + losses.detach().sum().double()
         self.num_examples += len(losses)
         if hits is not None:
@@ -65,10 +65,10 @@ class Tally:
 
 @dataclass(kw_only=True)
 class BatchGradients:
-    """Gradients of batches by an objective, and what is seen on the way.
+    """Gradients of batches by an objective, with tallies of their losses and hits.
 
     Attributes:
-        objective: The objective whose losses and hits are taken.
+        objective: The objective that gives losses and hits.
         auxiliary_weight: Weight of an auxiliary head's loss.
         precision: Number format, see :func:`computed_in`.
         train_tally: Tally of train batches, taken before the steps on them.
@@ -93,12 +93,12 @@ class BatchGradients:
     def weight_gradient(
         self, network: nn.Module, batch: Batch, reduce: Callable[[Tensor], Tensor] = torch.mean
     ) -> dict[str, Tensor | None]:
-        """The gradient of a batch's mean loss by a network's weights; None where it has none.
+        """The gradient of a batch's mean loss by a network's weights; None for weights without one.
 
         Args:
-            network: In training mode; may return auxiliary logits beside its logits.
-            batch: The records, which are tallied.
-            reduce: Reduction of the records' losses to one, the mean or the sum.
+            network: Network in training mode; may return auxiliary logits along with its logits.
+            batch: The records; they are tallied.
+            reduce: Reduction of the records' losses to one number, the mean or the sum.
         """
         weights, output = trainable_weights(network), network(batch[0])
         loss, losses = self.objective.batch_loss(output, batch[1], self.auxiliary_weight, reduce)
@@ -110,7 +110,7 @@ class BatchGradients:
         """The sum over a batch of per-sample gradients of the weights, by parameter name.
 
         ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
-        Parameters that the loss does not depend on get zeros. Alphas are left out.
+        Parameters on which the loss does not depend get zeros. Alphas are omitted.
         """
         weights, sums = trainable_weights(network), self.weight_gradient(network, batch, torch.sum)
         return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
@@ -119,7 +119,7 @@ class BatchGradients:
         """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
         ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging).
-        First order: the weights are held fixed.
+        It is of first order: the weights are held fixed.
 
         Returns:
             Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
@@ -134,7 +134,7 @@ class BatchGradients:
         """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
         DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of
-        the weights' SGD, as its authors' experiments do. The weights themselves do not move.
+        the weights' SGD, as in its authors' experiments. The weights themselves do not move.
         """
         (constants,) = optimizer.param_groups
         weights = supernet.weights()
@@ -158,7 +158,7 @@ class BatchGradients:
         validation_batch: Batch,
         inner_lr: float,
     ) -> tuple[Tensors, Tensor]:
-        """The second-order gradient of the alphas, of means over batches.
+        """The second-order gradient of the alphas, for mean losses over batches.
 
         ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)``
         with ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS,
@@ -197,10 +197,10 @@ class BatchGradients:
     def mixed_level_gradient(
         self, supernet: Supernet, *, train_batch: Batch, validation_batch: Batch
     ) -> tuple[Tensors, Tensor]:
-        """Compute ``grad_A L_tr(A, W) + grad_A L_val(A, W)``, of batch means.
+        """Compute ``grad_A L_tr(A, W) + grad_A L_val(A, W)`` for batch means.
 
         MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4, with lambda 1), the local rule of FedNAS
-        (arXiv 2004.08546). Returns also the losses [B] of the validation batch.
+        (arXiv 2004.08546). The losses [B] of the validation batch are also returned.
         """
         alphas = supernet.alphas()
         train_loss = self._losses(supernet, {}, train_batch).mean()
@@ -215,16 +215,16 @@ class BatchGradients:
 
 @dataclass
 class ExactGradients(BatchGradients):
-    """Mean gradients of batches, a new one of each kind in every step; tallies of the last pass.
+    """Mean gradients of batches, with new batches in every step; tallies are of the last pass.
 
     Attributes:
         train: Function that begins a pass over train records.
-        validation: Function that begins a pass over validation records, as many as the steps of a
-            pass over the train records need; None where alphas stay.
-        epochs: Passes over the train records, where no number of steps is given.
-        num_steps: Number of steps, over as many passes as they need; None takes ``epochs``.
+        validation: Function that begins a pass over validation records; it is called as often as a
+            pass over the train records needs. None if alphas stay fixed.
+        epochs: Passes over the train records, if no number of steps is given.
+        num_steps: Number of steps, in as many passes as they need; None takes ``epochs``.
         train_batch: The train batch of the step.
-        validation_batch: Its validation batch, where there are validation records.
+        validation_batch: Its validation batch, if there are validation records.
     """
 
     train: Passes
@@ -253,7 +253,7 @@ class ExactGradients(BatchGradients):
             yield self.train()
 
     def weights(self, network: nn.Module) -> Gradient:
-        """The gradient on the step's train batch; of a pool each member's."""
+        """The gradient on the step's train batch; for a pool, each member's own."""
         if isinstance(network, Pool):
             return {
                 f"{PREFIX}.{index}.{name}": value
@@ -346,14 +346,14 @@ class ClippedGradients(ExactGradients):
 
 @dataclass
 class ExactSums(BatchGradients):
-    """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
+    """Sums of gradients over the next batches, which the clients of FNAS and FedSGD return.
 
     Attributes:
         train: The next train batches.
-        validation: The next validation batches; None where no alphas are asked for.
-        previous_weights: For alphas of second order (DP-FNAS, arXiv 2110.11025, Eq. 5), whose
-            gradients are of batch means, times the batch size: W before the weights' last step, by
-            name; None is first order.
+        validation: The next validation batches; None if alphas are not requested.
+        previous_weights: W before the weights' last step, by name, for alphas of second order
+            (DP-FNAS, arXiv 2110.11025, Eq. 5); their gradients are those of batch means, times the
+            batch size. None means first order.
         inner_lr: Learning rate of that step, above 0.
     """
 
@@ -375,7 +375,7 @@ class ExactSums(BatchGradients):
         """The sum over a batch."""
         if state == "weights":
             return self.weight_gradient_sum(network, batch)
-        supernet = cast(Supernet, network)  # alphas are of one
+        supernet = cast(Supernet, network)  # only supernets have alphas
         if self.previous_weights is None:
             sums, losses = self.alpha_gradient_sum(supernet, batch)
         else:
@@ -401,20 +401,20 @@ def periodic_gradients(
 ) -> tuple[dict[str, Tensors], float]:
     """The gradients of states (weights, alphas, or both) accumulated over local steps.
 
-    After each step but the last every state moves by ``-local_lr`` times its batch's mean gradient,
-    and the next gradients are taken there: the periodic updates that DP-FNAS leaves as future
-    work. With one step and one state this is what ``gradient_sums`` returns.
+    After each step but the last, every state moves by ``-local_lr`` times its batch's mean
+    gradient, and the next gradients are taken there. These are the periodic updates that DP-FNAS
+    leaves as future work. With one step and one state the result is that of ``gradient_sums``.
 
     Args:
-        gradient_sums: Takes the next batches; returns for each state the sum of its gradients by
-            name, and the batch size B that the sum is divided by.
-        parameters: For each state its parameters by name; moved in place.
-        steps: At least 1.
-        local_lrs: For each state the learning rate of the local steps.
+        gradient_sums: Takes the next batches; returns, for each state, the sum of its gradients by
+            name and the batch size B by which to divide the sum.
+        parameters: The parameters of each state by name; moved in place.
+        steps: Number of steps, at least 1.
+        local_lrs: The learning rate of the local steps for each state.
 
     Returns:
-        For each state the sum over steps of mean gradients, times B, so that dividing by B gives
-        what the local steps moved in all; and B, the first state's mean batch size.
+        For each state the sum over steps of mean gradients, times B, so that division by B gives
+        the sum of the mean gradients; and B, the first state's mean batch size.
     """
     totals: dict[str, Tensors] = {}
     sizes = []
@@ -436,9 +436,9 @@ def periodic_gradients(
 
 
 def _gradients(loss: Tensor, parameters: Named) -> Tensors:
-    """The gradients by name; zeros for what the loss does not depend on.
+    """The gradients by name; zeros for parameters on which the loss does not depend.
 
-    A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
+    For example, a network of two reduction cells does not depend on the alphas of normal cells.
     """
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
@@ -449,7 +449,7 @@ def _gradients(loss: Tensor, parameters: Named) -> Tensors:
 
 @contextmanager
 def computed_in(precision: str, batch: Batch) -> Iterator[None]:
-    """Compute gradients of a batch in a precision, on its device, while in this context.
+    """Compute a batch's gradients in a precision, on its device, within this context.
 
     With ``bfloat16`` torch's autocast computes convolutions and matrix products in it. Parameters,
     their gradients, losses and group norms stay float32, and so does the second order of alphas,
@@ -463,7 +463,7 @@ def computed_in(precision: str, batch: Batch) -> Iterator[None]:
 
 
 class _Float32Norms(TorchFunctionMode):
-    """Lets group norms be computed in float32, as autocast does on GPUs alone."""
+    """A mode that computes group norms in float32, as autocast does only on GPUs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,11 +1,11 @@
 """Local steps of searches on one client.
 
-:func:`alternate` takes an alpha step, then a weight step, again and again. :func:`train_candidates`
-is lines 4 to 8 of DPNAS' Alg. 1 (Cheng et al. 2022, arXiv 2110.08557).
+:func:`alternate` alternates between an alpha step and a weight step. :func:`train_candidates`
+implements lines 4 to 8 of DPNAS' Alg. 1 (Cheng et al. 2022, arXiv 2110.08557).
 
-Three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al., 2019,
-arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS). beta-DARTS'
-regulariser reads no record: it costs no privacy, so a client or the server may add its gradient,
+There are three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al.,
+2019, arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS). beta-DARTS'
+regulariser reads no record and so costs no privacy. A client or the server may add its gradient,
 with privacy after the noise.
 """
 
@@ -29,8 +29,8 @@ class Alternating(Checked):
 
     Attributes:
         rule: Rule of the alphas' gradient, one of ``RULES``.
-        proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
-            the weights that the search began with.
+        proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 are
+            the weights with which the search began.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``local_search.beta_gradient``.
     """
@@ -76,7 +76,7 @@ def train_candidates(
 ) -> None:
     """Train the shared weights in place on one path after the other.
 
-    Weights beside a path neither move nor decay in its steps; momentum goes from one to the next.
+    Weights outside a path neither move nor decay in its steps; momentum carries over to the next.
 
     Args:
         supernet: The supernet, with the parameters of ``weights``.
@@ -84,7 +84,7 @@ def train_candidates(
         gradients: Exact, clipped (``exact_gradients.ClippedGradients``) or noised; they yield
             ``steps`` times for each candidate.
         weights: Optimiser of the shared weights.
-        steps: Steps of each candidate.
+        steps: Number of steps for each candidate.
     """
     supernet.train()
     chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
@@ -96,15 +96,16 @@ def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, Tensor]:
     """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
     ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
-    Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It holds back the
-    ops that are ahead, so that those that merely train faster, skips and pools, do not run away.
+    Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It restrains the
+    ops that are ahead, so that ops that merely train faster, such as skips and pools, do not
+    dominate.
 
     Args:
-        alphas: By kind of cell, [E, O].
-        weight: At least 0.
+        alphas: Alphas [E, O] by kind of cell.
+        weight: Weight of the regulariser, at least 0.
 
     Returns:
-        By kind of cell, shaped like the alphas.
+        Gradients by kind of cell, shaped like the alphas.
     """
     num_edges = sum(len(alpha) for alpha in alphas.values())
     return {
@@ -114,7 +115,7 @@ def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, Tensor]:
 
 
 def rising(weight: float, server_round: int, num_rounds: int) -> float:
-    """The weight of a round: linear, all of ``weight`` in the last round; from 1."""
+    """The weight of a round, numbered from 1: it rises linearly to ``weight`` in the last round."""
     return weight * server_round / num_rounds
 
 

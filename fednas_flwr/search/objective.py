@@ -1,4 +1,4 @@
-"""Objective of training and evaluation: one object for losses, class factors and scores."""
+"""The objective of training and evaluation: one object for losses, class factors and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import names
 
-REACH = 6.0  # deviations that count as the range of a number without one
+REACH = 6.0  # range, in deviations, of a number without a declared range
 NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
     names.SQUARED: functional.mse_loss,
     names.ABSOLUTE: functional.l1_loss,
@@ -23,7 +23,7 @@ NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
-Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
+Output = Tensor | tuple[Tensor, Tensor]  # logits; in training also an auxiliary head's, if any
 
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
@@ -31,26 +31,26 @@ OwnLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """Classification: of one class per record, or of several labels that a record can have at once.
+    """Classification with one class per record, or with several labels at once for a record.
 
-    One class: cross-entropy, and predictions by argmax. Several labels (``multi_label``): logistic
-    losses, of which a record's loss is the mean over the labels, and a label is predicted from a
-    probability of 1/2 on.
+    With one class the loss is cross-entropy, and predictions are by argmax. With several labels
+    (``multi_label``) a record's loss is the mean of logistic losses over the labels, and a label is
+    predicted from a probability of 1/2 on.
 
-    In this class, ``labels`` are int64 [N] classes, or int64 [N, L] of 0 and 1; "classes" are also
-    the L labels.
+    In this class, ``labels`` are int64 [N] classes, or int64 [N, L] of 0 and 1; "classes" also
+    means the L labels.
 
     Attributes:
         class_factors: Public factors of the classes' losses, in (0, 1] [classes], on the device of
-            the logits; None is 1. They never follow from a client's own counts. Not for several
-            labels.
-        positive: Class that scores are of; None is the last of two classes, and else the mean of
-            all.
+            the logits; None means 1. They never follow from a client's own counts. Several labels
+            have none.
+        positive: Class for which scores are computed; None means the last of two classes, or else
+            the mean over all.
         multi_label: True if a record can have several labels, or none.
-        threshold: Probability from which a record is of the positive class, or has a label; None
-            predicts the most probable class, or labels from 1/2 on.
-        own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None is
-            the one above, by which networks are tested in any case.
+        threshold: Probability from which on a record is assigned to the positive class, or to a
+            label; None predicts the most probable class, or labels from 1/2 on.
+        own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None
+            takes the loss above, with which networks are tested in any case.
     """
 
     class_factors: Tensor | None = None
@@ -83,8 +83,8 @@ class Objective:
     def plain_losses(self, output: Output, labels: Tensor, auxiliary_weight: float = 0.0) -> Tensor:
         """Each record's loss [B] without factors, of all heads of a network.
 
-        Private gradients are clipped before a public factor multiplies them, which clipping would
-        cancel otherwise.
+        Private gradients are clipped before a public factor multiplies them; clipping would
+        otherwise cancel the factor.
         """
         logits, auxiliary = heads(output)
         losses = self._losses(logits, labels, None)
@@ -93,7 +93,7 @@ class Objective:
         return losses + auxiliary_weight * self._losses(auxiliary, labels, None)
 
     def tested_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each record's loss [B] where a network is tested, by no loss of a user's own."""
+        """Each record's loss [B] in tests of a network; a user's own loss is not used."""
         return replace(self, own_loss=None).plain_losses(logits, labels)
 
     def batch_loss(
@@ -116,15 +116,15 @@ class Objective:
         return total, losses
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What clients' mean loss and hits say of a network."""
+        """The metrics of a network that are reported, from clients' mean loss and hits."""
         return dict(metrics)
 
     def standardised(self, target: tuple[float, ...]) -> Objective:
-        """The same, with the mean and deviation of a number that clients have found."""
+        """The same objective with the mean and deviation of a number that clients have found."""
         return self
 
     def record_factors(self, labels: Tensor) -> Tensor | None:
-        """The factor [B] of each record's class; None is 1."""
+        """The factor [B] of each record's class; None means 1."""
         return None if self.class_factors is None else self.class_factors.to(labels.device)[labels]
 
     def guessing_loss(self, num_classes: int) -> float:
@@ -146,7 +146,7 @@ class Objective:
         positive = self.positive_class(probabilities.shape[1])
         if self.multi_label:
             return (probabilities >= (0.5 if self.threshold is None else self.threshold)).long()
-        if self.threshold is not None and positive is not None:  # from then on above all others
+        if self.threshold is not None and positive is not None:  # above all others from then on
             probabilities = probabilities.clone()
             reached = probabilities[:, positive] >= self.threshold
             probabilities[:, positive] = torch.where(reached, 2.0, -1.0)
@@ -162,13 +162,13 @@ class Objective:
         return labels[:, of_class] == 1 if self.multi_label else labels == of_class
 
     def positive_class(self, num_classes: int) -> int | None:
-        """The class that scores are of: the given one, else of two the last; else None."""
+        """The class for which scores are computed: the given one or the last of two; else None."""
         if self.positive is None and num_classes == 2 and not self.multi_label:
             return 1
         return self.positive
 
     def scored_classes(self, num_classes: int) -> Sequence[int]:
-        """The classes that scores are means over: the positive one alone where there is one."""
+        """The classes over which scores are means: only the positive one if there is one."""
         positive = self.positive_class(num_classes)
         return range(num_classes) if positive is None else [positive]
 
@@ -179,8 +179,8 @@ class Objective:
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Compute ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
 
-        They are of the positive class against the rest, with its ``sensitivity`` and
-        ``specificity``, or else the plain mean over the classes that occur (macro).
+        They are computed for the positive class against the rest, with its ``sensitivity`` and
+        ``specificity``; without one they are plain means over the classes that occur (macro).
 
         Args:
             logits: [N, classes], on the CPU.
@@ -195,7 +195,8 @@ class Objective:
     ) -> dict[str, Tensor]:
         """The :meth:`scores` under each of R weightings of the records, float64 [R].
 
-        NaN is where one is not defined; a weight of 2 counts a record twice, as resampling does.
+        Scores that are not defined are NaN; a weight of 2 counts a record twice, as resampling
+        does.
 
         Args:
             logits: [N, classes], on the CPU.
@@ -227,7 +228,7 @@ class Objective:
 
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
-    """The losses [B] of records by a user's function, which is shown one at a time."""
+    """The losses [B] of records by a user's function, which receives one record at a time."""
     return torch.vmap(partial(_own_loss, loss))(logits, labels)
 
 
@@ -242,11 +243,11 @@ def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:
 
 
 def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
-    """Compute ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; NaN of 0 / 0.
+    """Compute ``2 TP / (2 TP + FP + FN)``, in [0, 1], float64 [R]; 0 / 0 gives NaN.
 
     Args:
         positive_N: True for records of the class.
-        called_N: True for records that are predicted to be of it.
+        called_N: True for records that are predicted to be in the class.
         weights_RN: Weightings of the records, float64 [R, N], 0 or more.
     """
     both = weights_RN[:, positive_N & called_N].sum(1)
@@ -256,8 +257,8 @@ def f1(positive_N: Tensor, called_N: Tensor, weights_RN: Tensor) -> Tensor:
 def log_odds(logits: Tensor) -> Tensor:
     """Each class's log odds against all others, float64 [N, classes].
 
-    Records are ranked by them: probabilities of those above 36 nats all round to 1, and rounding
-    would order equal ones.
+    Records are ranked by log odds: above 36 nats all probabilities round to 1, and rounding would
+    order equal ones.
 
     Args:
         logits: float64 [N, classes], finite; at least two classes.
@@ -271,7 +272,7 @@ def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tup
     """The area under the ROC curve and the average precision, in [0, 1], float64 [R].
 
     The average precision is ``sum_k (R_k - R_(k-1)) P_k`` over distinct ranks, not interpolated, as
-    scikit-learn has it; equal ranks count half in the area under the ROC curve. Both are NaN unless
+    in scikit-learn. Equal ranks count half in the area under the ROC curve. Both are NaN unless
     there are records of both kinds.
 
     Args:
@@ -289,7 +290,7 @@ def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tup
     hits_RK, misses_RK = found_RK.diff(prepend=zero), wrong_RK.diff(prepend=zero)
     positives, negatives = found_RK[:, -1], wrong_RK[:, -1]
     area = (misses_RK * (found_RK - hits_RK / 2)).sum(1) / (positives * negatives)
-    precision_RK = (found_RK / (found_RK + wrong_RK)).nan_to_num(nan=0.0)  # of no record yet
+    precision_RK = (found_RK / (found_RK + wrong_RK)).nan_to_num(nan=0.0)  # before the first record
     return area, ((hits_RK * precision_RK).sum(1) / positives).where(negatives > 0, torch.nan)
 
 
@@ -303,14 +304,14 @@ CLASSIFICATION = Objective()
 
 @dataclass(frozen=True)
 class Regression(Objective):
-    """Regression: a network's one output is the target's number, standardised.
+    """Regression: a network's only output is the standardised number of the target.
 
-    ``labels`` are float32 [N] in the target's unit, "logits" [N, 1]. Where the target has a range,
-    labels and predictions beyond count as its nearer end.
+    ``labels`` are float32 [N] in the target's unit, "logits" [N, 1]. If the target has a range,
+    labels and predictions outside it count as its nearer end.
 
     Attributes:
         target: Mean and deviation, and the ends of the range if it has one, see ``Inputs.target``.
-        loss: Of a standardised difference, a name of ``NUMBER_LOSSES``.
+        loss: Loss of a standardised difference, a name from ``NUMBER_LOSSES``.
     """
 
     target: tuple[float, ...] = (0.0, 1.0)
@@ -319,12 +320,12 @@ class Regression(Objective):
 
     @property
     def span(self) -> float:
-        """The length of the range, the largest difference that counts."""
+        """The length of the range, which is the largest difference that counts."""
         _, std, *ends = self.target
         return ends[1] - ends[0] if ends else REACH * std
 
     def standardised(self, target: tuple[float, ...]) -> Regression:
-        """The same, with what clients have found, unless the range is known."""
+        """The same objective with statistics that clients have found, unless the range is known."""
         return replace(self, target=target) if target and len(self.target) == 2 else self
 
     def _held(self, numbers: Tensor) -> Tensor:
@@ -338,7 +339,7 @@ class Regression(Objective):
     def _losses(self, logits: Tensor, labels: Tensor, factors: Tensor | None) -> Tensor:
         if self.own_loss is not None:
             return _own_losses(self.own_loss, logits, self.scaled(labels))
-        far = logits[:, 0] - self.scaled(labels)  # float32 at least
+        far = logits[:, 0] - self.scaled(labels)  # at least float32
         return NUMBER_LOSSES[self.loss](far, torch.zeros_like(far), reduction="none")
 
     def _errors(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -361,18 +362,18 @@ class Regression(Objective):
         return self.predictions(logits).float()[:, None]
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The closeness [B] of predictions: 1 less the share of the range that they miss by."""
+        """The closeness [B] of predictions: 1 minus their error as a share of the range."""
         return (1 - self._errors(logits, labels).abs() / self.span).nan_to_num(nan=0.0).clamp(0, 1)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The same without closeness, with the error in the target's unit, unless it is known."""
+        """The metrics without closeness; an error in the target's unit is added if missing."""
         found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
         if "loss" in metrics:
             found.setdefault(names.RMSE, self.target[1] * math.sqrt(max(0.0, metrics["loss"])))
         return found
 
     def terms(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What :meth:`scores_of` takes the sums of, float64 [N, 6], all 0 or more."""
+        """The terms whose sums :meth:`scores_of` takes, float64 [N, 6], all 0 or more."""
         errors, centred = self.predictions(logits) - labels, labels.double() - self.target[0]
         one, above, below = torch.ones_like(errors), centred.clamp(min=0), (-centred).clamp(min=0)
         return torch.stack([one, above, below, centred**2, errors**2, errors.abs()], 1)
@@ -387,7 +388,7 @@ class Regression(Objective):
     def scores_of(sums_R6: Tensor) -> dict[str, Tensor]:
         """R squared, and the root of the mean squared and the mean absolute error, [R].
 
-        ``R^2 = 1 - sum (p - y)^2 / sum (y - mean)^2``; NaN where all targets are alike.
+        ``R^2 = 1 - sum (p - y)^2 / sum (y - mean)^2``; NaN if all targets are equal.
 
         Args:
             sums_R6: Sums over records of :meth:`terms`.

@@ -1,8 +1,8 @@
-"""Steps along gradients: what every local loop is made of, whatever its gradients come from.
+"""Steps along gradients, of which every local loop consists, whatever the gradients' source.
 
-A loop (``local_search``, ``proxyless``, :func:`train`) asks a :class:`Gradients` for the next ones
-and lets an :class:`Optimizer` step along them. Exact gradients are of the next batches
-(``exact_gradients``); private ones are noised releases. A loop never sees a record.
+A loop (``local_search``, ``proxyless``, :func:`train`) asks a :class:`Gradients` object for the
+next gradients and lets an :class:`Optimizer` step along them. Exact gradients are those of the next
+batches (``exact_gradients``); private ones are noised releases. A loop never sees a record.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.space import Supernet
 
 Tensors = dict[str, Tensor]  # name -> tensor
-Named = Mapping[str, Tensor]  # the same, to be read
-Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: the step leaves it out
+Named = Mapping[str, Tensor]  # the same, read-only
+Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: not stepped
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 MOMENTS = {"weights": ("momentum_buffer",), "alphas": ("exp_avg", "exp_avg_sq", "step")}
 
 
 def without_compiler(optimizer: type[Kind]) -> type[Kind]:
-    """One of torch's optimisers whose methods don't import ``torch.compile``, unused here: 1 s."""
+    """A torch optimiser whose methods don't import ``torch.compile``: unused here, takes 1 s."""
     names = ("add_param_group", "state_dict", "zero_grad")
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
@@ -42,12 +42,12 @@ class Gradients(Protocol):
     """A source of mean gradients."""
 
     def steps(self) -> Iterator[None]:
-        """Yield once for every step that is to be taken, with new records each time."""
+        """Yield once for every step to take, with new records each time."""
 
     def weights(self, network: nn.Module) -> Gradient:
         """The gradient of a network's weights, on train records.
 
-        Draws and results of a step are the same however often it is called.
+        Within a step, draws and results are the same however often it is called.
         """
 
     def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
@@ -55,7 +55,7 @@ class Gradients(Protocol):
 
         Args:
             supernet: The supernet before the weights' step.
-            weights: The weights' optimiser, by whose step the second order looks ahead.
+            weights: The weights' optimiser, whose step the second order anticipates.
             rule: Rule of the gradient, one of ``settings.optimizers.RULES``.
         """
 
@@ -63,7 +63,7 @@ class Gradients(Protocol):
         """The gradient [E, O] of the alphas of drawn paths, on validation records."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics seen on the way; empty where they must not leave the client."""
+        """The metrics of the batches so far; empty if they must not leave the client."""
 
 
 @dataclass
@@ -83,14 +83,14 @@ class Optimizer:
     def step(self, gradient: Gradient) -> None:
         """Take one step along ``gradient``; parameters without one neither move nor decay.
 
-        Its tensors are the optimizer's own from here on: clipping scales them in place.
+        The optimiser then owns its tensors: clipping scales them in place.
         """
         for name, parameter in self.parameters.items():
             value = gradient.get(name)
             parameter.grad = None if value is None else value.to(parameter).contiguous()
         clip_gradients(self.torch_optimizer, self.clip_norm)
         self.torch_optimizer.step()
-        self.torch_optimizer.zero_grad()  # to None
+        self.torch_optimizer.zero_grad()  # sets them to None
 
 
 @dataclass
@@ -99,8 +99,8 @@ class Optimizers:
 
     Attributes:
         weights: Optimiser of the weights.
-        alphas: Optimiser of the alphas; None where they stay.
-        sent: The optimisers' moments that the training began with; empty: with none.
+        alphas: Optimiser of the alphas; None if they stay fixed.
+        sent: The optimisers' moments with which the training began; empty if there were none.
     """
 
     weights: Optimizer
@@ -108,7 +108,7 @@ class Optimizers:
     sent: Named = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Let the optimisers go on with the moments that were sent."""
+        """Let the optimisers continue with the moments that were sent."""
         for key, moment, parameter, state in self._places():
             if key in self.sent:
                 sent = self.sent[key].clone()
@@ -117,7 +117,7 @@ class Optimizers:
                 )
 
     def moments(self) -> Tensors:
-        """The optimisers' moments as they are now, named as those that were sent."""
+        """The optimisers' current moments, named like those that were sent."""
         moments = {name: value.clone() for name, value in self.sent.items()}
         for key, moment, parameter, state in self._places():
             value = state.get(parameter, {}).get(moment)
@@ -126,7 +126,7 @@ class Optimizers:
         return moments
 
     def _places(self) -> Iterator[tuple[str, str, nn.Parameter, dict[Tensor, Any]]]:
-        """Name, moment, parameter and optimiser's state of everything that can be sent."""
+        """Name, moment, parameter and optimiser state of everything that can be sent."""
         for part, optimizer in (("weights", self.weights), ("alphas", self.alphas)):
             if optimizer is not None:
                 for name, parameter in optimizer.parameters.items():
@@ -148,9 +148,9 @@ def no_moments(network: nn.Module) -> Tensors:
 
 
 def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """The names of tensors that training any of these paths reads or moves, by state.
+    """The names, by state, of tensors that training on any of these paths reads or moves.
 
-    Server and clients compute it alike from the paths: messages about them carry nothing else.
+    Server and clients compute them alike from the paths; messages carry no other tensors.
     """
     weights = {name for path in paths for name in Candidate(supernet, path).weights()}
     moments = {f"weights.{moment}.{name}" for moment in MOMENTS["weights"] for name in weights}
@@ -163,9 +163,9 @@ def train(
     """Train the weights of a network, in place.
 
     Args:
-        network: To train.
-        gradients: Of its weights.
-        weights: Steps along them.
+        network: Network to train.
+        gradients: Gradients of its weights.
+        weights: Optimiser that steps along them.
         proximal: mu of :class:`Proximal`.
     """
     network.train()
@@ -177,20 +177,20 @@ def train(
 class Proximal:
     """The gradient of ``(mu / 2) ||w - w_0||^2``.
 
-    FedProx: Li et al. (2020), arXiv 1812.06127, Eq. 2. It reads no record: it costs no privacy.
+    FedProx: Li et al. (2020), arXiv 1812.06127, Eq. 2. It reads no record and so costs no privacy.
 
     Args:
         mu: At least 0.
-        weights: w, moved by others; what they are now is w_0.
+        weights: w, which others move; their present values are w_0.
     """
 
     def __init__(self, mu: float, weights: Named) -> None:
-        """Remember where the weights are, if mu is not 0."""
+        """Store the present weights if mu is not 0."""
         self.mu, self._weights = mu, weights if mu else {}
         self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def added_to(self, gradient: Gradient) -> Gradient:
-        """A gradient of the weights with this one added."""
+        """A gradient of the weights plus this one."""
         if not self._start:
             return gradient
         weights, start = self._weights, self._start
@@ -199,13 +199,13 @@ class Proximal:
 
 
 def add_gradients(gradient: Gradient, further: Named) -> Gradient:
-    """The sum of two gradients by name, of which the first may lack some."""
+    """The sum of two gradients by name; the first may lack some names."""
     addends = {name: gradient.get(name) for name in further}
     return {n: further[n] if g is None else g + further[n] for n, g in addends.items()}
 
 
 def after_prefix(tensors: Named, prefix: str) -> Tensors:
-    """The tensors whose names begin with a prefix, without it."""
+    """The tensors whose names begin with a prefix, named without it."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
@@ -218,9 +218,9 @@ def make_sgd(
     """Make torch's SGD with the constants of ``settings``, at ``settings.lr``.
 
     Args:
-        parameters: Parameters to step; or torch's groups of them, each clipped by itself.
+        parameters: Parameters to step, or torch's groups of them, each clipped on its own.
         settings: The constants.
-        nesterov: True if momentum, where there is any, is Nesterov's.
+        nesterov: True if momentum, if there is any, is Nesterov's.
     """
     lr, momentum, decay = settings.lr, settings.momentum, settings.weight_decay
     nesterov = nesterov and momentum > 0
@@ -230,14 +230,14 @@ def make_sgd(
 def make_adam(
     parameters: Iterable[Tensor], settings: Adam, *, beta: float = 0.5
 ) -> torch.optim.Adam:
-    """Make torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
+    """Make torch's Adam with the constants of ``settings``; ``beta`` is the first, as in DARTS."""
     return PlainAdam(
         parameters, lr=settings.lr, betas=(beta, 0.999), weight_decay=settings.weight_decay
     )
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """Scale the gradients of each of an optimiser's groups to a norm of at most ``clip_norm``."""
+    """Scale the gradients of each group of an optimiser to a norm of at most ``clip_norm``."""
     if clip_norm is not None:
         for group in optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], clip_norm)

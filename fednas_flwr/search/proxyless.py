@@ -1,14 +1,14 @@
-"""ProxylessNAS on one client: steps of the alphas through gates of sampled paths, then of weights.
+"""ProxylessNAS on one client: steps of the alphas through sampled paths' gates, then of weights.
 
-Cai et al. (2019), arXiv 1812.00332, section 3.2. In every block one op is active, its gate is 1;
-the gates of the other computed ops are 0. An op with an alpha of ``spaces.mbconv.NEVER`` is never
+Cai et al. (2019), arXiv 1812.00332, section 3.2. In every block one op is active and has gate 1;
+the gates of the other computed ops are 0. An op with the alpha ``spaces.mbconv.NEVER`` is never
 drawn before any other. :func:`search_paths` is the local rule of FDNAS and CFDNAS
-(``algorithms/fdnas/strategy.py``). Memory and time are those of one path in the weight step and at
-most of two in the alpha step of mode ``two``, whatever the number of candidates.
+(``algorithms/fdnas/strategy.py``). The weight step takes the memory and time of one path, and the
+alpha step those of at most two, whatever the number of candidates.
 
 A :class:`PathNetwork` gives the gradients of single records by the weights of one path, or by the
-gates of several. How paths are drawn must not depend on records, and neither must it fail on what a
-server has sent: :func:`drawable_alphas`.
+gates of several. The drawing of paths must not depend on records and must not fail on anything that
+a server sends: :func:`drawable_alphas`.
 
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
 """
@@ -26,19 +26,19 @@ from fednas_flwr.spaces.mbconv import CELL, NEVER, MBConvNetwork
 from fednas_flwr.spaces.operations import Choice, OpWeights
 from fednas_flwr.spaces.space import Supernet
 
-LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
+LARGEST_ALPHA = 1e3  # of alphas for drawing; no Gumbel noise bridges the distance to NEVER
 
 
 class PathNetwork(nn.Module):
     """A supernet restricted to drawn paths; it shares the supernet's parameters."""
 
     def __init__(self, supernet: Supernet, paths_EK: Tensor, costs: Costs | None = None) -> None:
-        """Take the paths.
+        """Restrict the supernet to the paths.
 
         Args:
             supernet: A supernet of the MBConv space.
             paths_EK: Drawn paths, see :func:`draw_paths`.
-            costs: Costs of the space; with them and gates the expected cost is returned, too.
+            costs: Costs of the space; with costs and gates the expected cost is returned, too.
         """
         super().__init__()
         self.supernet, self.training = supernet, supernet.training
@@ -61,9 +61,9 @@ class PathNetwork(nn.Module):
 
 
 def drawable_alphas(supernet: Supernet) -> Tensor:
-    """Alphas [E, O] from which no path is drawn that the supernet does not offer.
+    """Alphas [E, O] with which only paths that the supernet offers are drawn.
 
-    Those that a search leads to are returned as they are; wild ones that a server can send are
+    Alphas that result from a search are returned unchanged; extreme ones that a server can send are
     brought into a range.
     """
     alphas_EO = supernet.alphas()[CELL].detach()
@@ -78,9 +78,9 @@ def offered_ops(supernet: Supernet) -> Tensor:
 
 
 def covering_paths(supernet: Supernet, *, number: int) -> list[Tensor]:
-    """Paths [E, K] of a ``number`` K of ops that compute every op of every block between them.
+    """Paths [E, K] with ``number`` = K ops that together compute every op of every block.
 
-    The first ones have the most weights: no others take more memory.
+    The first paths have the most weights; no others take more memory.
     """
     orders = []
     for block, offered_O in zip(_blocks(supernet), offered_ops(supernet).tolist(), strict=True):
@@ -102,19 +102,19 @@ def _turned(order: list[int], first: int, num_ops: int) -> list[int]:
 
 
 def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tensor) -> Tensor:
-    """The expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
+    """The expected cost E, differentiable in the gates [E, K], or in those of records, [B, E, K].
 
-    The gate of an op enters it as its probability would (section 3.3): E has its value under
-    softmax(alphas) and ``dE/dg_j`` is the op's cost. With all ops drawn, the
-    alphas' gradient is that of E; with two, it is that of the mean cost of these two.
+    An op's gate enters the cost like its probability (section 3.3): E has its value under
+    softmax(alphas), and ``dE/dg_j`` is the op's cost. With all ops drawn, the alphas' gradient is
+    that of E; with two, it is that of the mean cost of these two.
     """
-    zero = gates - gates.detach()  # with the gates' gradient
+    zero = gates - gates.detach()  # has the gates' gradient
     p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
     return costs.expected(p.scatter_add(-1, paths_EK.to(p.device).expand(gates.shape), zero))
 
 
 def cost_gradient(hardware: HardwareLoss, supernet: Supernet, paths_EK: Tensor) -> Tensor:
-    """The alphas' gradient [E, O] of an additive loss's part that knows no record."""
+    """The alphas' gradient [E, O] of the part of an additive loss that depends on no record."""
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
     cost = expected_cost(hardware.costs, alphas_EO, paths_EK, gates_EK)
@@ -131,11 +131,11 @@ def _blocks(supernet: Supernet) -> list[Choice]:
 def draw_paths(alphas_EO: Tensor, *, number: int, generator: torch.Generator) -> Tensor:
     """The columns of the ops to compute, int64 [E, K] on the CPU, the active one first.
 
-    A ``number`` K of ops, drawn from p = softmax(alphas) without replacement. Which of two is
-    active is drawn by the softmax over the two (section 3.2.1).
+    ``number`` = K ops are drawn from p = softmax(alphas) without replacement. Which of two is
+    active is drawn from the softmax over the two (section 3.2.1).
 
-    Drawn as the largest of ``alphas + Gumbel noise``: in descending order these are draws without
-    replacement, also where probabilities underflow.
+    The draws are the largest of ``alphas + Gumbel noise``: in descending order these are draws
+    without replacement, even if probabilities underflow.
     """
     alphas_EO = alphas_EO.detach().cpu().double()
     gumbel_EO = -torch.empty_like(alphas_EO).exponential_(generator=generator).log()
@@ -163,7 +163,7 @@ def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) 
     """Compute ``dL/dalpha_i = sum_j dL/dg_j p_j (delta_ij - p_i)`` (Eq. 4), p over the K ops.
 
     Args:
-        gate_gradients: dL/dg, [E, K], or one for each example, [B, E, K].
+        gate_gradients: dL/dg, [E, K], or one per example, [B, E, K].
         alphas_EO: The alphas.
         paths_EK: The op of each gate.
 
@@ -178,7 +178,7 @@ def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) 
 
 
 def rescale(new_EO: Tensor, old_EO: Tensor, paths_EK: Tensor) -> Tensor:
-    """The stepped alphas, shifted so that ops not computed keep their probabilities.
+    """The stepped alphas, shifted so that ops that were not computed keep their probabilities.
 
     ``alpha_i - log(sum_K e^new / sum_K e^old)`` for the computed ops (section 3.2.1); the softmax
     over all ops then has its old denominator.
@@ -195,8 +195,8 @@ class SampledPaths(Checked):
     """The steps of a client's local search on sampled paths.
 
     Attributes:
-        warm_up: True if the weights are trained alone, on paths that are drawn uniformly.
-        hardware: The effect of cost on the loss of the alphas; None leaves it out.
+        warm_up: True if only the weights are trained, on paths that are drawn uniformly.
+        hardware: Hardware term in the loss of the alphas; None for none.
     """
 
     warm_up: bool
@@ -213,17 +213,17 @@ def search_paths(
 ) -> None:
     """Search in place: each step moves the alphas of drawn paths, then the weights of one.
 
-    Weights step by SGD, with Nesterov's momentum where there is any; alphas by Adam with betas (0,
-    .999), without a first moment, as published: an alpha whose op is not sampled then has a step of
-    zero, if there is no weight decay, which Adam would turn into full steps.
+    Weights step by SGD, with Nesterov's momentum if there is any. Alphas step by Adam with betas
+    (0, .999), without a first moment, as published. An alpha whose op is not sampled then has a
+    step of zero, provided there is no weight decay, which Adam would turn into full steps.
 
-    Deviation: the public code moves the alphas once every few weight steps; here as in our other
-    searches every weight step follows an alpha step.
+    Deviation: the public code moves the alphas once every few weight steps. Here, as in our other
+    searches, every weight step follows an alpha step.
 
     Args:
         supernet: A supernet of the MBConv space, with the parameters of ``optimizers``.
-        gradients: Exact or noised.
-        optimizers: Optimisers of weights and, but in a warm-up, of alphas.
+        gradients: Exact or noised gradients.
+        optimizers: Optimisers of weights and, except in a warm-up, of alphas.
         paths: The constants.
         generator: Draws the paths; on the CPU.
     """
@@ -241,7 +241,7 @@ def search_paths(
         drawn_EO = drawable_alphas(supernet)
         drawn_EO = uniform_alphas(drawn_EO) if paths.warm_up else drawn_EO
         path_E1 = draw_paths(drawn_EO, number=1, generator=generator)
-        # weights beside the path get no gradient: they neither decay nor move
+        # weights outside the path get no gradient: they neither decay nor move
         optimizers.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
 
 
@@ -255,7 +255,7 @@ def gate_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Compute dL/dg [E, K] of a batch's mean loss, and the losses [B] without hardware.
 
-    With hardware it is of the loss that :func:`expected_cost` enters.
+    With hardware it is the gradient of the loss that includes :func:`expected_cost`.
     """
     alphas_EO = supernet.alphas()[CELL].detach()
     gates_EK = active_gates(paths_EK, like=alphas_EO)
@@ -269,5 +269,5 @@ def gate_gradient(
 
 
 def uniform_alphas(alphas_EO: Tensor) -> Tensor:
-    """Alphas that draw every op that a block offers with the same probability."""
+    """Alphas with which every op that a block offers is drawn with the same probability."""
     return torch.where(alphas_EO > NEVER / 2, 0.0, NEVER)

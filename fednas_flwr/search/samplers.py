@@ -1,12 +1,13 @@
 """Samplers of a search's candidates: random draws, and DPNAS' controller.
 
-A candidate is a path: for each edge the column of its op. No sampler proposes a path that must not
-be a result. Samplers know numbers only, no networks and no clients. In a search with shared weights
-rewards grow while these are trained, so that old samples should not be compared with new ones.
+A candidate is a path: the column of the op of each edge. No sampler proposes a path that must not
+be a result. Samplers work on numbers only, without networks and clients. In a search with shared
+weights rewards grow while the weights are trained, so old samples should not be compared with new
+ones.
 
-The controller is an LSTM that chooses the op of one edge after the other, taught by REINFORCE
-(Cheng et al. 2022, DPNAS, arXiv 2110.08557, section 3.4 and Alg. 1), that of ENAS (Pham et al.
-2018, arXiv 1802.03268).
+The controller is an LSTM that chooses the op of one edge after the other and learns by REINFORCE
+(Cheng et al. 2022, DPNAS, arXiv 2110.08557, section 3.4 and Alg. 1); it is that of ENAS (Pham et
+al. 2018, arXiv 1802.03268).
 
 Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 """
@@ -25,33 +26,33 @@ from fednas_flwr.settings.optimizers import ControllerSettings
 
 Path = list[int]
 
-MOST_DRAWS = 1000  # times that a sampler is asked again for what was rejected
+MOST_DRAWS = 1000  # number of repeated draws in place of a rejected path
 HIDDEN = 100
-INITIAL_RANGE = 0.1  # of all parameters, as in ENAS: at first every path is about as likely
+INITIAL_RANGE = 0.1  # of all parameters, as in ENAS: at first all paths are about equally likely
 
 
 class Sampler:
-    """Draws every path with the same probability and learns nothing; base of those that learn.
+    """A sampler that draws all paths with equal probability and learns nothing; base of others.
 
-    No sampler proposes a rejected path: it draws another one. A controller goes on to learn by its
-    own ``log pi``. Its expected step is still that of the conditioned policy ``pi / Z``, since the
-    difference, ``grad log Z`` times the mean advantage, is zero where the baseline is the mean
-    reward. If all of ``MOST_DRAWS`` repeated draws of a path are rejected, as where a policy has
-    collapsed, a uniform one that is not takes its place.
+    No sampler proposes a rejected path; it draws another one instead. A controller still learns
+    with its own ``log pi``. Its expected step is nevertheless that of the conditioned policy ``pi /
+    Z``, since the difference, ``grad log Z`` times the mean advantage, is zero if the baseline is
+    the mean reward. If all of ``MOST_DRAWS`` repeated draws of a path are rejected, for instance
+    because a policy has collapsed, a uniformly drawn path that is not rejected takes its place.
 
     Attributes:
         choices: Number of ops of each edge.
-        rejects: True if a path must not be proposed; at least one path must be left. It must not
-            depend on records. At first no path is rejected.
+        rejects: Function that returns True for a path that must not be proposed; at least one path
+            must be left. It must not depend on records. At first it rejects no path.
     """
 
     def __init__(self, choices: Sequence[int]) -> None:
-        """Take the number of ops of each edge."""
+        """Store the number of ops of each edge."""
         self.choices = tuple(choices)
         self.rejects: Callable[[Path], bool] = lambda path: False
 
     def sample(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Draw ``count`` paths, leaving out rejected ones; they may be equal."""
+        """Draw ``count`` paths without rejected ones; they may be equal."""
         paths: list[Path] = []
         draws = 0
         while len(paths) < count:
@@ -67,19 +68,19 @@ class Sampler:
             for _ in range(count)
         ]
 
-    draw = uniform  # rejected paths among them
+    draw = uniform  # may include rejected paths
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
         """Learn from paths of the last call of :meth:`sample`; return metrics for the report.
 
         Args:
-            paths: At least one.
-            rewards: One finite number for each; more is better.
+            paths: One or more paths.
+            rewards: One finite number per path; more is better.
         """
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that sampling and learning depend on, for a checkpoint."""
+        """Everything on which sampling and learning depend, for a checkpoint."""
         return {}
 
     def load(self, tensors: Named) -> None:
@@ -89,7 +90,7 @@ class Sampler:
 class Policy(nn.Module):
     """A distribution over paths, ``pi(a) = prod_e pi(a_e | a_1 ... a_{e-1})``.
 
-    Each edge has a softmax of its own; the op that was chosen is the LSTM's next input.
+    Each edge has its own softmax; the chosen op is the LSTM's next input.
     """
 
     def __init__(self, choices: Sequence[int], *, temperature: float) -> None:
@@ -139,15 +140,15 @@ class Policy(nn.Module):
 
 
 def reinforce_loss(log_probs_N: Tensor, regularised_N: Tensor, *, baseline: float) -> Tensor:
-    """A loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
+    """A loss whose gradient, in expectation over paths from pi, is that of ``-(E[R] + w H)``.
 
     ``-1/N sum_i (R_i - w log pi(a_i) - b) log pi(a_i)`` with everything in brackets held fixed
-    (Williams 1992): the entropy is ``H = E[-log pi]``, so ``-w log pi`` is a reward like R. The
-    baseline b moves no expectation as long as it does not depend on these paths.
+    (Williams 1992). The entropy is ``H = E[-log pi]``, so ``-w log pi`` is a reward like R. The
+    baseline b does not change the expectation as long as it does not depend on these paths.
 
     Args:
         log_probs_N: ``log pi`` of each path, with a graph.
-        regularised_N: Each reward with its share in the entropy, ``R - w log pi``.
+        regularised_N: Each reward plus its share of the entropy, ``R - w log pi``.
         baseline: b.
     """
     return -((regularised_N - baseline).detach() * log_probs_N).mean()
@@ -155,7 +156,7 @@ def reinforce_loss(log_probs_N: Tensor, regularised_N: Tensor, *, baseline: floa
 
 @dataclass(frozen=True)
 class Moments:
-    """Moving mean and variance of rewards, by weights that add to 1 over all that were seen.
+    """Moving mean and variance of rewards, with weights that add up to 1 over all rewards seen.
 
     Attributes:
         mean: Mean of the rewards.
@@ -167,34 +168,34 @@ class Moments:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Moments:
-        """Mean and variance of at least one reward; equal ones have exactly 0."""
+        """Mean and variance of at least one reward; equal rewards have variance exactly 0."""
         deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
         return cls(rewards[0] + float(deviations_N.mean()), float(deviations_N.var(correction=0)))
 
     def moved(self, newest: Moments, *, decay: float) -> Moments:
-        """The moments of the mixture in which what was seen keeps the share ``decay``."""
+        """The moments of the mixture in which earlier rewards keep the share ``decay``."""
         shift = newest.mean - self.mean
         within = decay * self.variance + (1 - decay) * newest.variance
         return Moments(self.mean + (1 - decay) * shift, within + decay * (1 - decay) * shift**2)
 
     def standardised(self, rewards: Sequence[float]) -> list[float]:
-        """Distances from the mean in standard deviations; undivided where there are none."""
+        """Distances from the mean in standard deviations; undivided if the deviation is 0."""
         deviation = math.sqrt(self.variance) or 1.0
         return [(reward - self.mean) / deviation for reward in rewards]
 
 
 class Controller(Sampler):
-    """The policy, Adam, and a moving average of rewards as baseline.
+    """A sampler with a policy, Adam, and a moving average of rewards as baseline.
 
-    One call of :meth:`learn` is one step. The text does not say whether entropy is summed or
-    averaged over edges; here it is the mean: 15 edges of 10 ops have 34.5 nats in all, beside which
-    .05 of an accuracy would be nothing. The first baseline is the mean of the first rewards; ENAS
-    begins at 0, and so rewards every path at first.
+    One call of :meth:`learn` is one step. The paper does not say if entropy is summed or averaged
+    over edges. Here it is the mean: 15 edges of 10 ops have 34.5 nats in all, next to which .05 of
+    an accuracy would be negligible. The first baseline is the mean of the first rewards; ENAS
+    begins at 0 and so rewards every path at first.
 
-    With ``scaled``, which the text does not have, rewards are told in standard deviations of the
-    rewards so far, these included: where accuracies differ by little, the entropy would otherwise
-    be worth more than they are. Mean and variance forget as the baseline does, since rewards grow
-    while shared weights are trained.
+    With ``scaled``, which is not in the paper, rewards are given in standard deviations of the
+    rewards so far, including the newest. If accuracies differ by little, the entropy would
+    otherwise outweigh them. Mean and variance forget like the baseline, since rewards grow while
+    shared weights are trained.
     """
 
     def __init__(self, choices: Sequence[int], settings: ControllerSettings) -> None:
@@ -209,11 +210,11 @@ class Controller(Sampler):
         self.policy = Policy(choices, temperature=settings.temperature)
         self.entropy_weight = settings.entropy_weight / len(choices)
         self.baseline = math.nan
-        self.seen: Moments | None = None  # of the rewards, with scaled
+        self.seen: Moments | None = None  # moments of the rewards, with scaled
         self._optimizer = PlainAdam(self.policy.parameters(), lr=settings.lr)
 
     def draw(self, count: int, generator: torch.Generator) -> list[Path]:
-        """Draw paths from the policy, independently."""
+        """Draw independent paths from the policy."""
         return self.policy.sample(count, generator).tolist()
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
@@ -234,7 +235,7 @@ class Controller(Sampler):
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
 
     def _in_deviations(self, rewards: Sequence[float]) -> list[float]:
-        """Rewards as the policy is told of them; with ``scaled`` their moments move."""
+        """Rewards in the form that the policy receives; with ``scaled`` their moments move."""
         if not self.settings.scaled:
             return list(rewards)
         newest = Moments.of(rewards)
@@ -243,7 +244,7 @@ class Controller(Sampler):
         return self.seen.standardised(rewards)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, Adam's moments, the baseline and, with ``scaled``, moments of rewards."""
+        """Parameters, Adam's moments, the baseline and, with ``scaled``, the rewards' moments."""
         moments = self._optimizer.state_dict()["state"]
         tensors = {f"policy.{name}": tensor for name, tensor in self.policy.state_dict().items()}
         for index, state in moments.items():
@@ -254,7 +255,7 @@ class Controller(Sampler):
         return tensors
 
     def load(self, tensors: Named) -> None:
-        """Restore all that learning has changed."""
+        """Restore everything that learning has changed."""
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
         self.policy.load_state_dict(after_prefix(tensors, "policy."))

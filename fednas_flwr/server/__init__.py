@@ -1,1 +1,1 @@
-"""The server's half of an exchange: cohort, reply checks, averages, sampling of clients."""
+"""The server's half of an exchange: cohort, reply checks, secure sums, sampling of clients."""

@@ -1,9 +1,9 @@
-"""Ask clients over any Flower Grid and yield their accepted replies, in client order.
+"""The server's cohort of clients, which asks over any Flower Grid and yields accepted replies.
 
-Every wait ends: at the last reply or at the deadline. A client that errs, is late or sends what
-the reply checks refuse is dropped for this exchange and named; one whose privacy budget has ended,
-or whose replies were refused three times, is not asked again. Fewer replies than the quorum end the
-run. With secure sums replies are added up masked, and only their total is yielded.
+Every wait ends at the last reply or at the deadline. A client that fails, is late or sends a reply
+that the checks refuse is dropped for this exchange and named. A client whose privacy budget has
+ended, or whose replies were refused three times, is not asked again. Fewer replies than the quorum
+end the run. With secure sums masked replies are added up, and only their total is yielded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fednas_flwr.server.exchange import Exchange, Participants, Sampling, Sent, 
 from fednas_flwr.server.secure_sums import PendingSum
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
-POLL_SHARE = 0.05  # of the time since the last reply
-STRIKES = 3  # replies of a client that are refused before it is asked no more
-TOTAL = -1  # in place of a client: the reply is the total of all
-LONGEST_REASON = 500  # characters of a client's own words that are kept
+POLL_SHARE = 0.05  # a pause, as a share of the time since the last reply
+STRIKES = 3  # number of refused replies after which a client is not asked again
+TOTAL = -1  # stands for a client: the reply is the total of all
+LONGEST_REASON = 500  # characters that are kept of a client's own text
 CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
 
 
@@ -57,34 +57,39 @@ class QuorumError(RuntimeError):
 
 @dataclass(eq=False, kw_only=True)
 class Cohort:
-    """The clients of one run as the server sees them.
+    """The clients of one run, as seen by the server.
 
     Args:
-        run: Name of the run; replies to another run are refused.
+        run: Name of the run; replies for another run are refused.
         num_clients: Number of clients, whose indices are 0 to ``num_clients - 1``.
         quorum_share: Share of the clients, in (0, 1], that must answer every exchange.
-        deadline_s: Seconds until the replies of an exchange must be there.
-        connect_s: Seconds until the clients must have appeared.
+        deadline_s: Seconds within which the replies of an exchange must arrive.
+        connect_s: Seconds within which the clients must appear.
         wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
-        fewest_records: Share of the median client's records that a client must declare.
-        most_records: Multiple of them that it may declare.
-        largest_share: Largest share of one client of three or more in an average, above 0 to 1.
-        secure_sum: True if clients send what depends on records as part of secure sums only.
+        fewest_records: Share of the median client's number of records that a client must declare at
+            least.
+        most_records: Multiple of that number that a client may declare at most.
+        largest_share: Largest share, in (0, 1], that one of three or more clients may have in an
+            average.
+        secure_sum: True if clients send what depends on records only as part of secure sums.
         emit: Receives ``client_failed``, ``client_left`` and ``client_back`` events; a client that
-            has left because its replies were refused is ``expelled``.
-        wait: Called with seconds where there is nothing to do but wait for replies.
+            left because its replies were refused is ``expelled``.
+        wait: Called with a number of seconds when there is nothing to do but wait for replies.
 
     Attributes:
-        bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
+        bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts three
+            times.
         bytes_received: Bytes of all arrays in replies so far.
-        seconds: The time that each client took for its replies; of real sites with the way there.
+        seconds: The time that each client took for its replies; for real sites it includes the
+            network.
         properties: Properties of each connected client, by client.
-        declared: Numbers of records by split that each client had when the run began, by client: of
-            a resumed run they are the same, whoever is connected now.
-        names: Those that people know clients by, as far as they have some.
-        statistics: Statistics by which all clients standardise a table; None: declared ones.
-        predicts_numbers: True if closeness is in the place of accuracy.
-        sampling: Draws the clients that a round asks, in all of its exchanges; None asks all.
+        declared: Numbers of records by split that each client had when the run began, by client. A
+            resumed run has the same numbers, regardless of who is connected now.
+        names: The names by which people know clients, for clients that have one.
+        statistics: Statistics by which all clients standardise a table; None if they use declared
+            ones.
+        predicts_numbers: True if closeness takes the place of accuracy.
+        sampling: Draws the clients that a round asks in all of its exchanges; None asks all.
     """
 
     num_clients: int
@@ -113,11 +118,11 @@ class Cohort:
     _max_examples: dict[int, float] = field(default_factory=dict, init=False)  # declared records
     _left: dict[int, str] = field(default_factory=dict, init=False)  # why they are asked no more
     _refused: Counter[int] = field(default_factory=Counter, init=False)  # refused replies
-    _limited: set[int] = field(default_factory=set, init=False)  # once held to the largest share
+    _limited: set[int] = field(default_factory=set, init=False)  # whose share was limited once
     _missed: set[int] = field(default_factory=set, init=False)  # without a reply when last asked
 
     def participants(self, stage: str, server_round: int) -> Participants | None:
-        """The clients of a round, from 1, of a stage; None if it asks all."""
+        """The clients of a stage's round, from 1; None if it asks all."""
         sampling = self.sampling
         return None if sampling is None else sampling.participants(stage, server_round)
 
@@ -131,16 +136,16 @@ class Cohort:
     ) -> None:
         """Wait for the clients of ``grid`` and learn which node is which client.
 
-        A node that says less than is needed, an index out of range, or the same one as another node
-        is left out, and so is a client whose properties are not those of most or that declares far
-        fewer or far more records.
+        A node is left out if it lacks a needed property, or if its index is out of range or that of
+        another node. A client is left out if its properties differ from those of most clients, or
+        if it declares far fewer or far more records.
 
         Args:
-            grid: Flower's way to the clients.
-            needed: Names of properties that each must declare.
+            grid: Flower's connection to the clients.
+            needed: Names of properties that each client must declare.
             alike: Names of properties that must be the same for all.
-            known: Properties of each client, ``splits`` among them, where the server has made them:
-                then none is asked, and clients stand in the order of their nodes.
+            known: Properties of each client, including ``splits``, if the server has made them.
+                Then no client is asked, and clients are in the order of their nodes.
 
         Raises:
             QuorumError: Too few clients appeared, answered ``query.describe`` in time or fit.
@@ -189,7 +194,7 @@ class Cohort:
                 f"{'; '.join(reasons)} (query.describe: {len(fit)} of {self.num_clients} "
                 f"clients answered, {self.quorum} are needed)"
             )
-        self._refused.clear()  # they stood at provisional indices
+        self._refused.clear()  # they were counted at provisional indices
         self._nodes = {index: owners[index][0] for index in fit}
         self.properties = {index: reply.properties for index, reply in fit.items()}
         self.declared = {i: known.get("splits", {}) for i, known in self.properties.items()}
@@ -199,7 +204,7 @@ class Cohort:
         """The nodes that have appeared, ascending.
 
         Raises:
-            QuorumError: They are too few.
+            QuorumError: There are too few.
         """
         deadline = time.monotonic() + self.connect_s
         while len(nodes := sorted(grid.get_node_ids())) < self.num_clients:
@@ -216,14 +221,14 @@ class Cohort:
     def _described(
         self, nodes: Sequence[int], needed: Sequence[str], reasons: list[str]
     ) -> dict[int, Reply]:
-        """The reply of each node that says who it is.
+        """The reply of each node that says which client it is.
 
         Args:
-            nodes: Asked.
-            needed: Names of properties that each must declare.
-            reasons: Gets a sentence for each node that is left out.
+            nodes: The nodes to ask.
+            needed: Names of properties that each client must declare.
+            reasons: Receives a sentence for each node that is left out.
         """
-        self._nodes = dict(enumerate(nodes))  # provisional: the answers tell the real indices
+        self._nodes = dict(enumerate(nodes))  # provisional: the answers have the real indices
         replies = {}
         for place, answer in self._exchange(CONNECT):
             node = nodes[place]
@@ -241,11 +246,11 @@ class Cohort:
 
     @property
     def quorum(self) -> int:
-        """Number of all clients that must answer an exchange with all."""
+        """Number of clients that must answer an exchange with all clients."""
         return self.quorum_of(self.num_clients)
 
     def quorum_of(self, asked: int) -> int:
-        """The number of clients that must answer, of so many that are asked."""
+        """The number of clients that must answer if ``asked`` clients are asked."""
         return max(1, math.ceil(self.quorum_share * asked - 1e-9))
 
     @property
@@ -266,7 +271,7 @@ class Cohort:
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
         """Make a cohort of some clients, with their own quorum and counts.
 
-        Those that are not connected, as after a resume, have left it.
+        Clients that are not connected, for instance after a resume, have left it.
         """
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
         part.statistics, part.names = self.statistics, self.names
@@ -284,13 +289,14 @@ class Cohort:
     def dismiss(
         self, client: int, reason: str, exchange: Exchange | None = None, *, expelled: bool = False
     ) -> None:
-        """Ask a client no more in this run.
+        """Stop asking a client in this run.
 
         Args:
             client: The client.
             reason: The reason.
-            exchange: The exchange at which it has left, for the event; None emits none.
-            expelled: True if nothing at all is asked any more, as after its last refused reply.
+            exchange: The exchange at which it left, for the event; None emits no event.
+            expelled: True if the client is asked nothing at all any more, as after its last refused
+                reply.
         """
         self._left[client] = reason
         if expelled:
@@ -301,12 +307,12 @@ class Cohort:
     def ask(self, exchange: Exchange) -> Iterator[tuple[int, Reply]]:
         """Send one request to every participant and yield ``(client, reply)`` in client order.
 
-        A reply is kept only until those of all earlier clients are there, so that a consumer who
-        reduces as it goes needs the memory of few replies. Of a secure sum one reply is yielded,
-        the total's, under the name :data:`TOTAL`.
+        A reply is kept only until those of all earlier clients have arrived, so that a consumer
+        that reduces them one by one needs the memory of few replies. For a secure sum one reply is
+        yielded, that of the total, with :data:`TOTAL` as its client.
 
         Raises:
-            QuorumError: After the last reply, when fewer than the quorum were accepted.
+            QuorumError: After the last reply, if fewer replies than the quorum were accepted.
         """
         among, participants = exchange.among, exchange.participants
         accepted = 0 if among is None else len(set(self.clients) - set(among))
@@ -315,7 +321,7 @@ class Cohort:
             wanted, asked = len(participants.clients), participants.clients
             backups = list(participants.backups)
         failures: dict[int, str] = {}
-        most: dict[int, float] = {}  # examples of those that may be averaged
+        most: dict[int, float] = {}  # examples of clients whose replies may be averaged
         pending = None
         if self.secure_sum and not ACTIONS[exchange.action].is_public:
             present = [client for client in self.clients if self._refused[client] < STRIKES]
@@ -347,11 +353,11 @@ class Cohort:
             yield TOTAL, self._open_sum(pending, exchange)
 
     def _open_sum(self, pending: PendingSum, exchange: Exchange) -> Reply:
-        """Have the survivors sign their list, then open their masks; the total's reply.
+        """Have the survivors sign their list, then open their masks; return the total's reply.
 
         Raises:
-            QuorumError: One of them did not sign, too few have opened, or the total is none of
-                honest replies.
+            QuorumError: A survivor did not sign, too few opened their masks, or the total cannot
+                come from honest replies.
         """
         survivors = pending.total.survivors
         sum_step = partial(
@@ -398,16 +404,16 @@ class Cohort:
         pending: PendingSum | None = None,
         most: dict[int, float] | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Ask; yield each client with its accepted reply or the reason that it has none.
+        """Ask; yield each client with its accepted reply or the reason why it has none.
 
         Args:
             exchange: The exchange.
             among: Clients to ask; None asks all.
             pending: The secure sum to which replies are added.
-            most: Most examples of each client that has answered the same before; the clients that
-                are asked now are added.
+            most: Most examples of each client that has already answered the same request; the
+                clients that are asked now are added.
         """
-        assert self._grid is not None  # since connect
+        assert self._grid is not None  # set by connect
         asked = self._requests(exchange, among, None if pending is None else pending.summands)
         sent = set(self._grid.push_messages([request.message for request in asked.values()]))
         ids = {client: request.message.metadata.message_id for client, request in asked.items()}
@@ -439,7 +445,7 @@ class Cohort:
         return seconds
 
     def _share_scales(self, most: Mapping[int, float]) -> dict[int, float]:
-        """Factors that keep weights to ``largest_share`` of an average; a client is named once."""
+        """Factors that keep weights within ``largest_share`` of an average; names a client once."""
         if not self.properties or self.secure_sum:
             return {}
         scales = share_scales(most, self.largest_share)
@@ -493,7 +499,7 @@ class Cohort:
         return requests
 
     def _report_failure(self, client: int, exchange: Exchange, reason: str) -> None:
-        """Emit that a client gave no accepted reply, and remember it."""
+        """Emit that a client gave no accepted reply, and record it."""
         self._missed.add(client)
         self._report_unanswered(client, exchange, reason)
 
@@ -514,7 +520,7 @@ class Cohort:
         arrived: Mapping[int, Reply | str],
         asked: Mapping[int, Sent],
     ) -> Iterator[tuple[int, Reply | str]]:
-        """Yield every client of ``asked`` with its accepted reply or the reason it has none."""
+        """Yield every client of ``asked`` with its accepted reply or the reason why it has none."""
         started = time.monotonic()
         deadline, timed = started + self.deadline_s, getattr(grid, "seconds", {})
         answers, waited_s = dict(arrived), 0.0
@@ -531,7 +537,7 @@ class Cohort:
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
-                    if forget := getattr(grid, "forget", None):  # none of Flower's has it
+                    if forget := getattr(grid, "forget", None):  # Flower's grids lack it
                         forget(pending)
                     pending.clear()
                 elif messages:
@@ -543,7 +549,7 @@ class Cohort:
     def _read(
         self, message: Message, client: int, accept: Callable[[Message], Reply]
     ) -> Reply | str:
-        """The reply if it is accepted, else the reason."""
+        """The reply if it is accepted, else the reason for its refusal."""
         if message.has_content():
             self.bytes_received += messages.payload_bytes(message.content)
         try:
@@ -556,7 +562,7 @@ class Cohort:
             return self._strike(client, reason) if message.has_content() else reason
 
     def _strike(self, client: int, reason: str) -> str:
-        """Count a refused reply and return the reason; with the last one the client has left."""
+        """Count a refused reply and return the reason; after the last one the client has left."""
         self._refused[client] += 1
         if self._refused[client] < STRIKES:
             return reason

@@ -1,8 +1,8 @@
-"""One exchange: who is asked, the question, and the functions that read the replies.
+"""One exchange: the participants, the question, and the functions that read the replies.
 
 :class:`Sampling` draws the participants of each round from the seed and public sizes, before the
-run. A round's average by size over ``uniform`` draws is unbiased: its expectation over the draws is
-the average over all clients.
+run. With ``uniform`` draws a round's average, weighted by size, is unbiased: its expectation over
+the draws is the average over all clients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Participants:
 
     Attributes:
         clients: The clients that are asked, ascending.
-        backups: Clients that are asked in the place of those that fail, in this order.
+        backups: Clients that are asked instead of those that fail, in this order.
     """
 
     clients: tuple[int, ...]
@@ -39,11 +39,11 @@ class Participants:
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """All that may be asked."""
+        """All clients that may be asked."""
         return (*self.clients, *self.backups)
 
     def after(self, answered: Collection[int]) -> Participants:
-        """The participants of the round's next exchange: a backup that has stood in stays."""
+        """The participants of the round's next exchange; a backup that has stood in stays."""
         stood_in = [client for client in self.backups if client in answered]
         failed = [client for client in self.clients if client not in answered]
         clients = {*self.clients, *stood_in} - set(failed[: len(stood_in)])
@@ -61,15 +61,15 @@ class Exchange:
         settings: Arguments of the action.
         server_round: Round within the stage.
         phase: Number of the exchange within the round.
-        settings_of: Arguments for single clients in their place.
+        settings_of: Arguments that replace ``settings`` for single clients.
         states: Packed tensors to send.
         layouts: The states that every reply must carry.
-        releases: With privacy what the stage releases: bounds what replies may be.
-        also_left: True if clients that have left are asked, too, except for those whose replies
-            were refused.
+        releases: With privacy, the releases of the stage; they bound replies.
+        also_left: True if clients that have left are asked, too, except those that left because
+            their replies were refused.
         among: Clients to ask, None for all; the others count as if they had answered.
-        participants: The clients of the round: the quorum is one of them, and those that fail are
-            replaced, once all others have answered.
+        participants: The clients of the round. The quorum is counted among them, and those that
+            fail are replaced once all others have answered.
     """
 
     action: str
@@ -87,7 +87,7 @@ class Exchange:
     participants: Participants | None = None
 
     def __str__(self) -> str:
-        """Name it in a sentence."""
+        """Return its name for use in a sentence."""
         return f"{self.action} in round {self.server_round}" if self.server_round else self.action
 
     @property
@@ -103,7 +103,7 @@ class Sent(NamedTuple):
     Attributes:
         message: The request.
         accept: Function that reads the client's reply.
-        most: Most examples that the reply may have.
+        most: Largest number of examples that the reply may have.
     """
 
     message: Message
@@ -112,18 +112,18 @@ class Sent(NamedTuple):
 
 
 def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, float]:
-    """Factors of the weights of the clients that would exceed a share of the sum.
+    """Factors for the weights of clients that would exceed a share of the sum.
 
     Args:
-        examples: Largest weight of each client; of one or two none is scaled.
-        largest: Share of a client, of all that are left after scaling; of fewer clients than have
-            room for it, an equal share.
+        examples: Largest weight of each client; with one or two clients none is scaled.
+        largest: Largest share of a client in the sum after scaling. If there are too few clients to
+            keep to it, shares become equal.
     """
     if len(examples) < FEWEST_VOTES or largest == 1:
         return {}
     largest, rest, limit = max(largest, 1 / len(examples)), sum(examples.values()), math.inf
     for held, most in enumerate(sorted(examples.values(), reverse=True)):
-        limit = largest * rest / (1 - held * largest)  # the weight of those that are held to it
+        limit = largest * rest / (1 - held * largest)  # the weight of each limited client
         if most <= limit * (1 + 1e-9):
             break
         rest -= most
@@ -132,20 +132,20 @@ def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, flo
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws the clients of every round; one that asks the same round again draws the same ones.
+    """Draws the clients of every round; the same round always has the same clients.
 
     Args:
         seed: The run's seed; a draw comes from (seed, stage, round).
-        per_round: m, the clients that a round asks: at least 1, at most all.
+        per_round: m, the number of clients that a round asks: at least 1, at most all.
         backups: Number of further clients that stand by to replace those that fail.
-        by: ``uniform``: one client in proportion to its size, the others uniformly from the rest,
-            so that a set of clients is drawn in proportion to the sum of its sizes, and its average
-            by size is unbiased (Midzuno 1952; Lahiri 1951); of clients of equal size it is the
-            uniform draw. ``round_robin``: one after
-            the other, in an order drawn once for each stage, so that all are asked equally often;
-            its averages by size are unbiased for clients of equal size only.
-        sizes: By stage, the weight of each client's reply in an average over all clients: int64
-            ``[N]``, public numbers; a stage without them has equal ones.
+        by: ``uniform`` draws one client in proportion to its size and the others uniformly from the
+            rest. A set of clients is thus drawn in proportion to the sum of its sizes, and its
+            average by size is unbiased (Midzuno 1952; Lahiri 1951). For clients of equal size it is
+            the uniform draw. ``round_robin`` asks one after the other, in an order drawn once for
+            each stage, so that all are asked equally often. Its averages by size are unbiased only
+            for clients of equal size.
+        sizes: For each stage, the weight of each client's reply in an average over all clients:
+            int64 ``[N]``, public numbers. A stage without them has equal weights.
     """
 
     seed: int
@@ -172,7 +172,7 @@ class Sampling:
 
 
 def midzuno(sizes: Ints, order: Ints, *, record: int) -> Ints:
-    """The order with the client first that owns a record, of ``sum(sizes)``.
+    """The order with the owner of a record moved to the front; there are ``sum(sizes)`` records.
 
     For a record drawn uniformly and an order drawn uniformly, the first m clients are a set S with
     probability ``sum_S n / (C(N - 1, m - 1) sum n)``.

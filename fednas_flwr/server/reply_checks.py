@@ -1,13 +1,12 @@
-"""Reply checks: every reply is checked before anything of it is used.
+"""Checks of every reply before any part of it is used.
 
-A reply that fails is dropped for its exchange, and nothing that was accepted before changes.
+A reply that fails a check is dropped for its exchange; what was accepted before does not change.
 
-Refused is also what is beyond the bounds on honest replies: norms of updates and of gradients, and
-ranges of noised means. Each bound follows from what was asked for and from what is public: an
-honest client keeps to it with certainty, or, where noise has a part in it, but for a probability of
-``exp(-TAIL)`` per release. A hostile client can still send anything within them:
-``states.TrimmedMean`` is against that. Main functions: :func:`accept_reply` and
-:func:`honest_limits`.
+Replies beyond the bounds on honest replies are refused, too: norms of updates and of gradients, and
+ranges of noised means. Each bound follows from the request and from public values. An honest client
+stays within it with certainty or, if noise is involved, except with probability ``exp(-TAIL)`` per
+release. A hostile client can still send anything within the bounds; ``states.TrimmedMean`` protects
+against that. Main functions: :func:`accept_reply` and :func:`honest_limits`.
 """
 
 import json
@@ -38,16 +37,16 @@ DIVERGED = "; if training has diverged, lower its learning rate or its weight de
 TAIL = 40.0  # exp(-40) = 4e-18
 MORE_RECORDS = 2.0  # a site may hold up to twice the records that it declares
 SLACK = 1.25  # for rounding on the wire: int8 moves a block of 256 by at most 16 / 127 of its norm
-ROUNDING = 1e-6  # of a weight, in a step
-# Root mean square that a state without a bound of its own may have, in units of 1 and of that sent:
-# training that has come so far is lost.
+ROUNDING = 1e-6  # relative rounding of a weight in a step
+# Largest root mean square of a state without a bound of its own, in units of 1 plus that of the
+# state sent. Training that has gone so far is lost.
 GROWTH = 1e6
-LONGEST = 20_000  # local steps beyond which no bound is worked out
-# Times lr, what a step moves an alpha by at most. By Cauchy and Schwarz Adam's is at most
-# 1 / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = 37; FDNAS may rescale by as much again.
+LONGEST = 20_000  # number of local steps beyond which no bound is computed
+# Largest move of an alpha in a step, in units of lr. By Cauchy and Schwarz a step of Adam is at
+# most 1 / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = 37; FDNAS may rescale by as much again.
 ADAM = 75.0
-LARGEST_LOSS = 1e30  # whose mean over clients is finite
-LOSS = 28.0  # a private record's loss counts for 2 ln(classes) at most; of a million classes
+LARGEST_LOSS = 1e30  # its mean over clients is finite
+LOSS = 28.0  # a private record's loss counts for at most 2 ln(classes), here of a million classes
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,9 @@ class Limits:
 
     Attributes:
         examples: Largest number of examples.
-        norms: By state, the largest norm of a gradient, or of the difference to what was sent.
-        noise: The most that noise adds to a mean of numbers from 0 to 1; 0 without noise.
+        norms: For each state, the largest norm of a gradient, or of the difference from what was
+            sent.
+        noise: Largest amount that noise adds to a mean of numbers from 0 to 1; 0 without noise.
     """
 
     examples: float
@@ -65,10 +65,10 @@ class Limits:
     noise: float = 0.0
 
     def metric_range(self, name: str) -> tuple[float, float]:
-        """The least and the largest honest value of a metric.
+        """The smallest and the largest honest value of a metric.
 
-        An exact accuracy is from 0 to 1, an exact loss to ``LARGEST_LOSS``. Noised ones may lie
-        beyond by the noise, and by records that are there beside those declared.
+        An exact accuracy is from 0 to 1, an exact loss from 0 to ``LARGEST_LOSS``. Noised ones may
+        exceed these because of the noise, and of records that a site holds beyond those declared.
         """
         high = MORE_RECORDS + self.noise if self.noise else 1.0
         if name.endswith("accuracy"):
@@ -77,7 +77,7 @@ class Limits:
 
 
 NO_LIMITS = Limits(rq.MAX_EXAMPLES)
-# Tensors of which a negative value would make every network that uses them NaN.
+# Tensors in which a negative value would make every network that uses them return NaN.
 NON_NEGATIVE = {"buffers": ("running_var",), MOMENTS: ("alphas.exp_avg_sq.", "alphas.step.")}
 
 
@@ -90,24 +90,25 @@ def accept_reply(
     wire: str = "float32",
     summands: Summands | None = None,
 ) -> Reply:
-    """The reply in ``message`` when it answers the request with ``header``.
+    """The reply in ``message``, if it answers the request with ``header``.
 
     Args:
         message: A client's reply or error.
-        exchange: The exchange. Its layouts are the states the reply must have, no more and no
-            fewer.
-        header: The header of the request; the reply must repeat it, nonce included, so that a
+        exchange: The exchange. The reply must have exactly the states in its layouts.
+        header: The header of the request. The reply must repeat it, including the nonce, so that a
             reply from another run, round, phase or client is refused.
-        limits: Limits of an honest reply. A tiny or a huge weight would overflow the
-            aggregate although every tensor is finite.
+        limits: Limits of an honest reply. A tiny or huge weight would overflow the aggregate
+            although every tensor is finite.
         wire: Format of float32 vectors, see :mod:`fednas_flwr.protocol.messages`.
-        summands: Encoding of a secure sum: the reply is masked, and nothing else can be checked.
+        summands: Encoding of a secure sum: the reply is masked, and nothing else in it can be
+            checked.
 
     Raises:
         ClientLeftError: The client's privacy budget has ended.
-        ReplyError: The client reports an error, or the reply is malformed, replayed, of other
-            tensors than asked for, not finite or beyond what an honest one can be, or its number
-            of examples or a metric is out of range, or no metric or property of the action.
+        ReplyError: The client reports an error, or the reply is malformed, replayed, not finite,
+            beyond the limits of an honest one, or has other tensors than were asked for; or its
+            number of examples or a metric is out of range; or the action has no such metric or
+            property.
     """
     if message.has_error() and message.error.code == BUDGET_SPENT:
         raise ClientLeftError(message.error.reason or "its privacy budget has ended")
@@ -146,7 +147,7 @@ def accept_reply(
         sizes = {dtype: vector.numel() for dtype, vector in states[name].items()}
         if sizes != layout.sizes:
             raise ReplyError(f"{name} must have sizes {layout.sizes}, got {sizes}")
-        if states[name] is not reply.states[name]:  # rounding may have ended below 0
+        if states[name] is not reply.states[name]:  # rounding may give values below 0
             for dtype, mask in _non_negative(name, layout).items():
                 vector = states[name][dtype]
                 vector[mask & (vector < 0)] = 0
@@ -158,7 +159,8 @@ def accept_reply(
 def _check_values(name: str, packed: Packed, layout: Layout, limits: Limits, base: Packed) -> None:
     """Refuse a state farther from the one sent than an honest one, or with a negative variance.
 
-    One pass over the values: where their norm is finite, so is every one, and no average overflows.
+    One pass over the values is enough: if their norm is finite, so is every value, and no average
+    overflows.
     """
     moved, most = distance(packed, base), limits.norms.get(name, math.inf)
     if not math.isfinite(moved):
@@ -177,7 +179,7 @@ def _check_values(name: str, packed: Packed, layout: Layout, limits: Limits, bas
 
 @lru_cache(maxsize=64)
 def _non_negative(name: str, layout: Layout) -> Packed:
-    """By dtype the places of a state's values that may not be negative, where there are any."""
+    """The places of a state's values that must not be negative, by dtype; empty if none are."""
     masks = {dtype: torch.zeros(size, dtype=torch.bool) for dtype, size in layout.sizes.items()}
     for key, mask in unpack(masks, layout).items():
         mask.fill_(_is_non_negative(name, key))
@@ -189,12 +191,12 @@ def _is_non_negative(name: str, key: str) -> bool:
 
 
 def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> dict[int, str]:
-    """The clients whose properties are not those of most, with the difference.
+    """The clients whose properties differ from those of most clients, with the difference.
 
     Args:
         properties: Properties of each client.
-        keys: Names of properties that must be the same; where no variant has most, that of the
-            first client counts.
+        keys: Names of properties that must be the same. Of equally frequent variants the first
+            counts.
     """
     variants = {
         client: json.dumps([known[key] for key in keys], default=asdict)
@@ -223,15 +225,16 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
 def outliers(
     declared: Mapping[int, Mapping[str, float]], *, fewest: float, most: float
 ) -> dict[int, str]:
-    """The clients that declare far fewer or far more records than most, with a sentence.
+    """The clients that declare far fewer or far more records than most, each with a sentence.
 
-    Fewer raise the noise that all must add, since noise is calibrated to the client that needs
-    most; more are a weight in every average. Of one or two clients nobody can tell who is right.
+    Too few records raise the noise that all must add, since noise is calibrated to the client that
+    needs the most; too many give a large weight in every average. With one or two clients it cannot
+    be decided which is right.
 
     Args:
-        declared: By client, numbers of records by what they are of.
-        fewest: Least share of the median client's, 0 or more.
-        most: Largest multiple of it, 1 or more.
+        declared: For each client, named numbers of records.
+        fewest: Smallest share of the median client's number, 0 or more.
+        most: Largest multiple of that number, 1 or more.
     """
     unfit: dict[int, str] = {}
     if len(declared) < FEWEST_VOTES:
@@ -243,7 +246,7 @@ def outliers(
     common = {name: median(values) for name, values in known.items()}
     for client, numbers in declared.items():
         for name, number in numbers.items():
-            silent = len(declared) - len(known[name])  # who count as if they said the same
+            silent = len(declared) - len(known[name])  # they count as if they declared the same
             usual = common[name] if not silent else median([*known[name], *[number] * silent])
             if not fewest * usual <= number <= most * max(1.0, usual):
                 unfit[client] = (
@@ -261,14 +264,14 @@ def honest_limits(
     examples: float,
     records: Mapping[str, int],
 ) -> Limits:
-    """The limits of one client's honest reply.
+    """The limits of an honest reply of one client.
 
     Args:
         exchange: The exchange.
         settings: The client's arguments in it.
-        sent: Norm of each state that it is sent.
+        sent: Norm of each state that is sent to it.
         examples: Number of records that it has declared.
-        records: With privacy the declared records by split.
+        records: With privacy, the declared numbers of records by split.
     """
     plans = exchange.planned.items() if records else ()
     planned = {kind: plan for kind, plan in plans if plan.num_records(records)}
@@ -279,24 +282,24 @@ def honest_limits(
         return largest_sum(planned[kind], records, num_values=sizes.get(kind, 0))
 
     if states := ACTIONS[exchange.action].gradients_of:
-        # sums over local steps, all scaled to the first's batch
+        # sums over local steps, all scaled to the batch of the first step
         if isinstance(settings, rq.TakeNetworkGradient):
             settings = settings.at_client(examples)
         batch_size = getattr(settings, "batch_size", None)
-        if batch_size is not None:  # a last batch takes what would be one of a single record
+        if batch_size is not None:  # the last batch absorbs a single remaining record
             examples = min(examples, batch_size + 1)
         if not planned.keys() >= set(states):
             ceilings = {s: GROWTH * math.sqrt(sizes.get(s, 0)) * examples for s in states}
             return Limits(examples, ceilings)
         steps, first = settings.num_steps(records), batches[states[0]]
         norms = {s: SLACK * steps * total(s) * (first / batches[s]) for s in states}
-        return Limits(first * (1 + 1e-9), norms)  # a mean of steps may be rounded up
+        return Limits(first * (1 + 1e-9), norms)  # a mean over steps may be rounded up
     norms = {
         # running variances are squares of activations, whose scale every skipped sum multiplies
         name: GROWTH ** (2 if name == "buffers" else 1) * (math.sqrt(size) + sent.get(name, 0.0))
         for name, size in sizes.items()
     }
-    if "rewards" in planned:  # strategies clamp what noise has moved
+    if "rewards" in planned:  # strategies clamp values that noise has moved
         norms["rewards"] = math.inf
     training = settings.trained_by(examples)
     if training is None:
@@ -315,29 +318,29 @@ def honest_limits(
         moved = largest_move(steps, sgd, mean, weights, velocity, training.proximal)
         norms["weights"] = SLACK * moved + ROUNDING * steps * (weights + moved)
     if training.alphas_lr is not None and MOMENTS not in sent:
-        # of those sent, which are averages, the least second moment has no bound
+        # the moments sent are averages, whose smallest second moment has no lower bound
         step = ADAM * training.alphas_lr * math.sqrt(sizes.get("alphas", 0))
         norms["alphas"] = steps * (step + ROUNDING * sent.get("alphas", 0.0))
     return Limits(examples, norms)
 
 
 def largest_sum(planned: PlannedRelease, records: Mapping[str, int], *, num_values: int) -> float:
-    """The norm that one honest release stays within.
+    """The bound on the norm of one honest release.
 
     A release is a sum of contributions of norm R or less over a Poisson batch, plus Gaussian noise
     of std ``sigma R`` on each of d values. By Bernstein's inequality a batch of expected size b
-    exceeds ``b + sqrt(2 b t) + t`` with probability ``exp(-t)`` at most; the norm of d standard
-    normal values, a 1-Lipschitz function of mean ``sqrt(d)`` at most, exceeds
-    ``sqrt(d) + sqrt(2 t)`` with that probability (Boucheron, Lugosi and Massart, 2013, Theorems
-    2.10 and 5.6). So the norm is ``R (b + sqrt(2 b t) + t) + sigma R (sqrt(d) + sqrt(2 t))`` at
-    most, with ``t = TAIL``; the noise's grid is 2^-25 of its std.
+    exceeds ``b + sqrt(2 b t) + t`` with probability at most ``exp(-t)``; the norm of d standard
+    normal values, a 1-Lipschitz function of mean ``sqrt(d)`` at most, exceeds ``sqrt(d) + sqrt(2
+    t)`` with that probability (Boucheron, Lugosi and Massart, 2013, Theorems 2.10 and 5.6). So the
+    norm is at most ``R (b + sqrt(2 b t) + t) + sigma R (sqrt(d) + sqrt(2 t))``, with ``t = TAIL``;
+    the noise's grid is 2^-25 of its std.
 
-    Deviation: b is ``MORE_RECORDS`` times what is declared.
+    Deviation: b is ``MORE_RECORDS`` times the declared one.
 
     Args:
         planned: The release.
-        records: Declared, by split.
-        num_values: d.
+        records: Declared numbers of records, by split.
+        num_values: d, the number of values.
     """
     batch = MORE_RECORDS * planned.expected_batch(records)
     drawn = batch + math.sqrt(2 * batch * TAIL) + TAIL
@@ -345,22 +348,22 @@ def largest_sum(planned: PlannedRelease, records: Mapping[str, int], *, num_valu
     return planned.max_grad_norm * (drawn + noise)
 
 
-@lru_cache(maxsize=1024)  # clients of equal numbers of records move equally far
+@lru_cache(maxsize=1024)  # clients with equal numbers of records have the same bound
 def largest_move(
     steps: int, sgd: SGD, mean: float, weights_norm: float, velocity: float, proximal: float = 0.0
 ) -> float:
     """The largest distance that steps of SGD can move the weights.
 
     ``g = mean + decay (|w| + moved) + mu moved; v = m v + g; moved += lr max(v, g + m v)``: the
-    triangle inequality at every step, whose second term is Nesterov's.
+    triangle inequality at every step; ``g + m v`` is Nesterov's step.
 
     Args:
         steps: Number of steps.
         sgd: Constants of SGD.
         mean: Largest norm of a step's mean gradient.
-        weights_norm: Norm of the weights at first.
-        velocity: Norm of the velocity at first.
-        proximal: mu, of a term that holds the weights where they are at first.
+        weights_norm: Norm of the initial weights.
+        velocity: Norm of the initial velocity.
+        proximal: mu of a term that keeps the weights close to their initial values.
     """
     moved = 0.0
     for _ in range(steps):
@@ -371,9 +374,9 @@ def largest_move(
 
 
 def distance(packed: Packed, sent: Packed) -> float:
-    """The norm of the floats of a state's difference to the one sent, which may have none.
+    """The norm of a state's difference from the one sent, over floats; the latter may have none.
 
-    The result is not finite where a value, or its square, is not.
+    The result is not finite if a value, or its square, is not.
     """
     floats = [(dtype, v) for dtype, v in packed.items() if v.dtype.is_floating_point]
     moved = (v - sent[dtype] if dtype in sent else v for dtype, v in floats)

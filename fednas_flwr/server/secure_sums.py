@@ -1,4 +1,4 @@
-"""Secure sums as the server sees them: masked replies, and the openings that unmask the total."""
+"""The server's side of secure sums: masked replies, and the openings that unmask the total."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class MaskedSum:
 
     Attributes:
         survivors: The sites whose vectors are in the sum.
-        vectors: The sum, modulo two to the power of each vector's width; new ones are added in
-            place, so that it takes the memory of one reply.
+        vectors: The sum, modulo two to the power of each vector's width. Vectors are added in
+            place, so that the sum takes the memory of one reply.
     """
 
     def __init__(self, participants: Sequence[int]) -> None:
-        """Start with nothing added."""
+        """Start an empty sum."""
         self.participants = list(participants)
         self.survivors: list[int] = []
         self.vectors: list[np.ndarray] = []
@@ -39,7 +39,7 @@ class MaskedSum:
         if not self.survivors:
             self.vectors = [np.zeros_like(vector) for vector in vectors]
         for total, vector in zip(self.vectors, vectors, strict=True):
-            total += vector  # integers wrap
+            total += vector  # integers wrap around
         self.survivors.append(site)
 
     def unmask(self, openings: Mapping[int, sum_site.Opening]) -> list[np.ndarray]:
@@ -49,7 +49,7 @@ class MaskedSum:
             openings: Parts that survivors have opened.
 
         Raises:
-            ValueError: They do not suffice.
+            ValueError: The openings do not suffice.
         """
         for i in self.survivors:
             parts = {j + 1: o.parts[i] for j, o in openings.items() if i in o.parts}
@@ -72,8 +72,8 @@ class PendingSum:
     Attributes:
         summands: Encoding of the replies to sum.
         total: Sum of the masked vectors.
-        context: As its first client has named it.
-        boxes: By client, the sealed parts that it has made for the others.
+        context: Context of the sum, as its first client states it.
+        boxes: For each client, the sealed parts that it has made for the others.
     """
 
     summands: sum_encoding.Summands
@@ -85,11 +85,11 @@ class PendingSum:
     def of(
         exchange: Exchange, clients: Sequence[int], properties: Mapping[int, Mapping[str, Any]]
     ) -> PendingSum:
-        """Begin a sum over clients; sums of shared noise have a known range and take 32 bits.
+        """Begin a sum over clients; sums with shared noise have a known range and take 32 bits.
 
         Args:
             exchange: The exchange.
-            clients: All that can be asked, ascending.
+            clients: All clients that can be asked, ascending.
             properties: Properties of each client.
         """
         ranges = {
@@ -106,8 +106,8 @@ class PendingSum:
         """Add a masked reply.
 
         Raises:
-            ReplyError: The client has answered something else than those before it; which of them
-                is wrong is not known.
+            ReplyError: The client's answer has another context than earlier ones; it is not known
+                which is wrong.
         """
         self.context = self.context or reply.properties["context"]
         if reply.properties["context"] != self.context:
@@ -120,11 +120,11 @@ class PendingSum:
         self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
 
     def sign_request(self) -> SignSurvivors:
-        """The list that the survivors are to sign."""
+        """The request to the survivors to sign their list."""
         return SignSurvivors(context=self.context, survivors=tuple(self.total.survivors))
 
     def open_requests(self, signatures: Mapping[int, str]) -> dict[int, OpenMasks]:
-        """The request to each survivor to open masks, with the signatures of all."""
+        """The request to each survivor to open masks, with all signatures."""
         survivors = tuple(self.total.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
@@ -137,14 +137,14 @@ class PendingSum:
         }
 
     def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> messages.Reply:
-        """The reply of the total.
+        """The reply that holds the total.
 
         Args:
-            opened: By survivor, the properties of its opening.
+            opened: For each survivor, the properties of its opening.
 
         Raises:
-            LookupError: Too few have opened.
-            ValueError: The total is none of honest replies.
+            LookupError: Too few survivors have opened their masks.
+            ValueError: The total cannot come from honest replies.
         """
         openings = {
             client: sum_site.Opening(by_index(properties["parts"]), by_index(properties["pairs"]))

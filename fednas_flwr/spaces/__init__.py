@@ -1,10 +1,11 @@
-"""Search spaces: what can be searched, its relaxation, its discrete networks, and genotypes.
+"""Search spaces: the choices, their relaxation, their discrete networks, and genotypes.
 
 A space is a frozen dataclass of its sizes (``darts.DARTSSpace``, ``nasbench201.NASBench201Space``,
 ``mbconv.MBConvSpace``, ``dp_cells.DPCellSpace``, for tables ``mlp.MLPSpace``), a
-``space.SearchSpace``. Plain torch: nothing here knows of training, privacy or clients.
+``space.SearchSpace``. The package is plain torch; nothing here depends on training, privacy or
+clients.
 
-Here is one entry per search space: its settings, and how it is made; torch is imported then.
+This module has one entry per search space: its settings and its constructor, which imports torch.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class SpaceEntry(NamedTuple):
 
     Attributes:
         settings: The dataclass of its settings.
-        make: Called with ``input_shape``, ``num_classes``, ``norm`` and the other settings
-            but the name, returns the space.
+        make: Function that returns the space, called with ``input_shape``, ``num_classes``,
+            ``norm`` and the other settings except the name.
     """
 
     settings: type[SearchSpaceSettings]
@@ -38,7 +39,7 @@ class SpaceEntry(NamedTuple):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The settings that a network's description holds, beside the norm."""
+        """The settings that a network's description holds besides the norm."""
         return tuple(f.name for f in fields(self.settings) if f.name not in ("name", "norm"))
 
 
@@ -46,8 +47,8 @@ class OpEntry(NamedTuple):
     """Entry behind the name of an op that a user has registered.
 
     Attributes:
-        make: Called with a number of channels and a stride, returns the module.
-        has_weights: True if that has parameters.
+        make: Function that returns the module, called with a number of channels and a stride.
+        has_weights: True if the module has parameters.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -55,7 +56,7 @@ class OpEntry(NamedTuple):
 
 
 def _make(place: str, **settings: Any) -> SearchSpace:
-    """Return a space by the place of its class or function, ``<module>:<name>``."""
+    """Return a space, given the place of its class or function, ``<module>:<name>``."""
     return registry.imported(f"fednas_flwr.spaces.{place}")(**settings)
 
 
@@ -77,7 +78,7 @@ def space_entry(name: str) -> SpaceEntry:
     """Return the entry of a search space.
 
     Raises:
-        ConfigError: There is no space of this name.
+        ConfigError: There is no space with this name.
     """
     check_choice("search_space.name", name, SEARCH_SPACES)
     return SEARCH_SPACES[name]

@@ -1,10 +1,10 @@
-"""The search space of adapters: which stages of a frozen network get one, and of what kind.
+"""The search space of adapters: which stages of a frozen network get one, and of which kind.
 
-A network that was trained on public images stays as it is. After each of its stages there is
+A network that was trained on public images is not changed. After each of its stages there is
 nothing, a low-rank map (Hu et al. 2022, arXiv 2106.09685) or a bottleneck with a ReLU (Houlsby et
 al. 2019, arXiv 1902.00751) of 4 or 16 channels, added to the stage's output; a linear classifier
-reads the pooled features. Adapters and classifier begin with zeros, so that the first network is
-the frozen one. They alone are trained, travel, and lie in checkpoints; the exported model holds the
+reads the pooled features. Adapters and classifier begin with zeros, so that the initial network is
+the frozen one. Only they are trained, sent and saved in checkpoints; the exported model holds the
 frozen tensors, too. :class:`AdapterSpace` gives the supernet and the derived network.
 
 Tensor suffixes: B batch, E stages, O ops, C channels.
@@ -38,11 +38,11 @@ class AdapterSpace(SearchSpace):
         input_shape: (channels, height, width) of an image.
         num_classes: Number of classes.
         backbone: Name of the frozen network in timm or torchvision.
-        weights: Its file; None leaves the frozen tensors to ``load_state_dict``.
-        image_size: Side in pixels with which it computes; None for that of its training.
-        mean: Of the images' normalisation, per channel, which is undone; empty is .5.
-        std: As ``mean``.
-        norm: Of no effect: adapters have none, and the frozen network keeps its own.
+        weights: File of its weights; None leaves the frozen tensors to ``load_state_dict``.
+        image_size: Side in pixels of its inputs; None for that of its training.
+        mean: Mean, per channel, of the images' normalisation, which is undone; if empty, .5.
+        std: Deviation of the same, like ``mean``.
+        norm: Without effect: adapters have no norm, and the frozen network keeps its own.
     """
 
     name = "adapters"
@@ -75,7 +75,7 @@ class AdapterSpace(SearchSpace):
 
 
 class AdaptedNetwork(SkipNetwork):
-    """A frozen network with adapters after its stages, and a classifier of its own."""
+    """A frozen network with adapters after its stages, and its own classifier."""
 
     def __init__(self, space: AdapterSpace, rows: Sequence[Sequence[str]]) -> None:
         """Build the adapters of each stage by their ops."""
@@ -108,7 +108,7 @@ class AdaptedNetwork(SkipNetwork):
     def _adapted(
         self, weights_EO: Tensor | None, index: int, stage: nn.Module, _: Any, out: Tensor
     ) -> Tensor:
-        """Return the output of a stage with what its adapters add to it."""
+        """Return the output of a stage plus the outputs of its adapters."""
         choice: Any = self.adapters[index]
         total = out
         for column in range(len(choice.names)):
@@ -125,13 +125,13 @@ class AdaptedNetwork(SkipNetwork):
         return self._frozen[0].stages()
 
     def _apply(self, fn: Any, recurse: bool = True) -> AdaptedNetwork:
-        """Move the frozen tensors along with the own ones."""
+        """Move the frozen tensors along with the network's own."""
         self._frozen[0]._apply(fn)  # type: ignore[no-untyped-call]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Put the frozen tensors into the state dict, which the exported model is made of."""
+        """Put the frozen tensors into the state dict, from which the exported model is made."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._frozen[0].state_dict(destination=destination, prefix=f"{prefix}frozen.")
 
@@ -149,14 +149,14 @@ class Adapter(nn.Sequential):
     """A map down to a few channels and back, from [B, C, H, W], [B, H, W, C] or [B, T, C]."""
 
     def __init__(self, width: int, op: str) -> None:
-        """Build an op of ``OPS`` but ``none``; the way back begins with zeros."""
+        """Build an op of ``OPS`` except ``none``; the map back begins with zeros."""
         kind, _, rank = op.rpartition("_")
         down, up = nn.Linear(width, int(rank), bias=False), nn.Linear(int(rank), width, bias=False)
         nn.init.zeros_(up.weight)
         super().__init__(down, nn.ReLU() if kind == "bottleneck" else nn.Identity(), up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added."""
+        """Return the tensor to add."""
         down, between, up = self
         is_last = has_channels_last(x)
         added: Tensor = up(between(down(x if is_last else x.permute(0, 2, 3, 1))))

@@ -1,12 +1,12 @@
-"""Cells as graphs: their edges, and architectures that are no result: nothing can be trained.
+"""Cells as graphs: their edges, and degenerate architectures, in which nothing can be trained.
 
 The first nodes of a cell are its inputs; every later node has edges from nodes before it.
 
-An op does something to the logits only where it lies on a route from a cell's input to its output
-on which no op is ``none``. A genotype is degenerate unless such an op has weights: then either no
-route is left, and the logits do not depend on the example, or all that is left are skip connections
-and pools, which is how a differentiable search collapses (Zela et al. 2020, arXiv 1909.09656). A
-space neither derives nor draws degenerate genotypes.
+An op affects the logits only if it is on a route from a cell's input to its output on which no op
+is ``none``. A genotype is degenerate unless such an op has weights. In a degenerate one either no
+route is left, and the logits do not depend on the example, or only skip connections and pools are
+left, which is how a differentiable search collapses (Zela et al. 2020, arXiv 1909.09656). A space
+neither derives nor draws degenerate genotypes.
 """
 
 import math
@@ -18,8 +18,8 @@ from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.genotype import Edge
 
 NOTHING = frozenset({"none"})
-# Of all spaces. DARTS' skip connection is an identity but where a reduction cell halves the image:
-# there it has weights, which are no sign of a search that chose something to train.
+# For all spaces. DARTS' skip connection is an identity except where a reduction cell halves the
+# image. There it has weights, but these do not show that a search has chosen something to train.
 WEIGHTLESS = NOTHING | {"zero", "skip_connect", "max_pool_3x3", "avg_pool_3x3"}
 
 
@@ -34,7 +34,7 @@ def candidate_edges(nodes: range) -> tuple[tuple[int, int], ...]:
 
 
 def is_weightless(op: str) -> bool:
-    """Tell whether an op has no weights, by its name; a user's own is made once to see it.
+    """Return True if an op, given by name, has no weights; a user's own is built once to check.
 
     Example:
         >>> is_weightless("skip_connect"), is_weightless("sep_conv_3x3")
@@ -45,11 +45,11 @@ def is_weightless(op: str) -> bool:
 
 
 def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:
-    """Tell whether an op with weights lies on a route to the output.
+    """Return True if an op with weights is on a route to the output.
 
     Args:
-        edges: Of one cell, ordered by target; its inputs are the nodes that no edge enters.
-        outputs: The nodes that the cell's output is made of.
+        edges: Edges of one cell, ordered by target; its inputs are the nodes that no edge enters.
+        outputs: The nodes of which the cell's output consists.
 
     Example:
         >>> edges = Edge("skip_connect", 0, 1), Edge("nor_conv_3x3", 0, 2), Edge("none", 1, 2)
@@ -72,11 +72,11 @@ def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:
 
 
 def routes(pairs: Sequence[tuple[int, int]], *, outputs: Iterable[int]) -> list[list[int]]:
-    """List all ways from node 0 to the outputs, each as the positions of its edges.
+    """List all routes from node 0 to the outputs, each as the positions of its edges.
 
     Args:
-        pairs: (source, target) of every edge of a cell with the input 0.
-        outputs: The nodes that the cell's output is made of.
+        pairs: (source, target) of every edge of a cell whose input is node 0.
+        outputs: The nodes of which the cell's output consists.
 
     Example:
         >>> routes([(0, 1), (0, 2), (1, 2)], outputs=[2])
@@ -99,20 +99,21 @@ def nearest_trained(
     ops: Sequence[str],
     routes: Iterable[Sequence[int]],
 ) -> list[int]:
-    """Find the most likely ops that are not degenerate, ``argmax sum_e log p_e(o_e)``.
+    """Find the most likely ops of a genotype that is not degenerate, ``argmax sum_e log p_e(o_e)``.
 
-    With ``p_e = softmax(alphas_e)``. A genotype is not degenerate if there is a route and an edge t
-    of it, so that t's op has weights and no op of the route is ``none``. So for every such pair the
-    likeliest ops under this condition are compared. Ties go to the first route, edge and op.
+    Here ``p_e = softmax(alphas_e)``. A genotype is not degenerate if there are a route and an edge
+    t on it such that t's op has weights and no op of the route is ``none``. The likeliest ops under
+    this condition are therefore compared for every such pair. Ties go to the first route, edge and
+    op.
 
     Args:
-        alphas_EO: One row per edge; ``-inf`` where an edge does not offer an op.
-        path: For every edge the column of its likeliest op, which edges off the route keep.
+        alphas_EO: One row per edge; ``-inf`` for an op that an edge does not offer.
+        path: For every edge the column of its likeliest op, which edges outside the route keep.
         ops: Names of the columns.
-        routes: Every way from the input to the output, as positions of edges.
+        routes: Every route from the input to the output, as positions of edges.
 
     Returns:
-        For every edge a column.
+        A column for every edge.
     """
     wired = [column for column, op in enumerate(ops) if op not in NOTHING]
     trained = [column for column, op in enumerate(ops) if not is_weightless(op)]

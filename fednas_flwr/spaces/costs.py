@@ -1,10 +1,10 @@
-"""Costs of networks: parameters, multiply-adds or milliseconds, and losses that hold them in check.
+"""Costs of networks: parameters, multiply-adds or milliseconds, and losses that limit them.
 
-:func:`count_multiply_adds` counts as papers do. Of a supernet's ops :class:`Costs` are milliseconds
-(``latency_tables.py``) or multiply-adds, sums over layers; :class:`HardwareLoss` holds the expected
-cost near a target (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
-:func:`measure_space` makes the latency table of a machine and compares sums over it with whole
-networks.
+:func:`count_multiply_adds` counts as papers do. For a supernet's ops, :class:`Costs` are
+milliseconds (``latency_tables.py``) or multiply-adds, summed over layers. :class:`HardwareLoss`
+keeps the expected cost near a target (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section
+3.3). :func:`measure_space` makes the latency table of a machine and compares sums over it with
+whole networks.
 
 Tensor suffixes: E blocks, O ops.
 """
@@ -44,7 +44,7 @@ class Costs:
     Attributes:
         unit: One of ``UNITS``.
         fixed: Cost of the layers that all networks share.
-        per_op: Cost of every op of every block; None where a block does not offer it.
+        per_op: Cost of every op of every block; None if a block does not offer it.
     """
 
     unit: str
@@ -53,7 +53,7 @@ class Costs:
 
     @functools.cached_property
     def per_op_EO(self) -> Tensor:
-        """Cost of every op, float64; NaN where a block does not offer it."""
+        """Cost of every op, float64; NaN if a block does not offer it."""
         rows = [[math.nan if cost is None else cost for cost in row] for row in self.per_op]
         return torch.tensor(rows, dtype=torch.float64)
 
@@ -70,7 +70,7 @@ class Costs:
     def expected(self, probabilities_EO: Tensor) -> Tensor:
         """Return ``fixed + sum p * cost`` (section 3.3), differentiable in the probabilities.
 
-        Those of B records, [B, E, O], give [B].
+        Probabilities of B records, [B, E, O], give [B].
         """
         per_op_EO = self.per_op_EO.nan_to_num(0.0).to(probabilities_EO)
         return self.fixed + (probabilities_EO * per_op_EO).sum((-2, -1))
@@ -83,14 +83,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class HardwareLoss:
-    """A loss of a network's task loss CE and its expected cost E, with a target T.
+    """A loss that combines a network's task loss CE and its expected cost E, with a target T.
 
     ``multiplicative``: ``CE * scale * (log E / log T) ** exponent`` (MnasNet's form as in
     ProxylessNAS' public code). ``additive``: ``CE + scale * (E - T) / T`` (divided by T so that
-    ``scale`` has no unit). Plain values, as they travel to clients.
+    ``scale`` has no unit). It holds plain values, as they travel to clients.
 
     Attributes:
-        terms: Target T, its unit, the form and its constants; without the file of a table.
+        terms: Target T, its unit, the form and its constants, without the file of a table.
         costs: Costs of the supernet.
     """
 
@@ -99,10 +99,10 @@ class HardwareLoss:
 
     @classmethod
     def of(cls, costs: Costs, terms: Hardware) -> HardwareLoss:
-        """Build the loss of a supernet's costs.
+        """Build the loss for a supernet's costs.
 
         Raises:
-            ConfigError: The unit is not that of the costs, or :meth:`check` refuses the loss.
+            ConfigError: The unit differs from that of the costs, or :meth:`check` refuses the loss.
         """
         if terms.unit != costs.unit:
             raise ConfigError(
@@ -162,9 +162,9 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by torch's formulas.
+    """A mode that counts operations by torch's formulas.
 
-    So does torch's ``FlopCounterMode``, but it imports what compiles networks, which takes 1 s.
+    torch's ``FlopCounterMode`` does the same, but it imports torch's compiler, which takes 1 s.
     """
 
     number = 0
@@ -202,7 +202,7 @@ def layers_of(
         inside = dict(module.named_children())
         if isinstance(module, nn.ModuleList) or name in ("", "skeleton"):
             for label, part in inside.items():
-                if label.isdigit():  # by what it is, else by its place
+                if label.isdigit():  # named by its kind, else by its place
                     kind = type(part).__name__.lower()
                     label = f"{name.removesuffix('s')} {int(label) + 1}" if name else kind
                 yield from parts(label, part)
@@ -216,7 +216,7 @@ def layers_of(
 
 
 def timed_space(space: SearchSpace) -> MBConvSpace:
-    """Return a space if latency tables are made of it; ConfigError otherwise."""
+    """Return the space if latency tables can be made for it; raise ConfigError otherwise."""
     if not isinstance(space, MBConvSpace):
         raise ConfigError(f"search_space={space.name} has no latency table: choose mbconv.")
     return space
@@ -225,10 +225,10 @@ def timed_space(space: SearchSpace) -> MBConvSpace:
 def measure_space(
     space: MBConvSpace, under: lt.Conditions, genotypes: Sequence[Genotype] = ()
 ) -> tuple[lt.LatencyTable, list[tuple[float, lt.Timing]]]:
-    """Measure the latency of every different layer of a space; see ``latency_tables``.
+    """Measure the latency of every distinct layer of a space; see ``latency_tables``.
 
-    Also the latency of the derived networks of ``genotypes``, as the table predicts it in ms, and
-    as it was measured in the same passes.
+    The result also has, for the derived networks of ``genotypes``, the latency in ms that the table
+    predicts and the one measured in the same passes.
     """
     plan = space.plan
     candidates = (layer for row in plan.blocks for layer in row if layer is not None)
@@ -247,9 +247,9 @@ def measure_space(
 def measure_network(
     space: MBConvSpace, table: lt.LatencyTable, genotype: Genotype, *, device: torch.device
 ) -> float | None:
-    """Return the median time of a derived network in ms, measured here as the table was.
+    """Return the median time of a derived network in ms, measured here in the way of the table.
 
-    None if the table is of another kind of machine.
+    The result is None if the table is from another kind of machine.
     """
     if (table.machine, table.device) != (lt.machine_name(device), device.type):
         return None
@@ -259,7 +259,7 @@ def measure_network(
 
 
 def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
-    """Return the cost of every op of the space: ms by the table, else multiply-adds.
+    """Return the cost of every op of the space: ms from the table, or else multiply-adds.
 
     Raises:
         ConfigError: The table lacks a layer, or was measured with another norm.
@@ -282,7 +282,7 @@ def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
 
 
 def load_table(hardware: Hardware) -> lt.LatencyTable | None:
-    """Return the latency table of a cost, None where costs are multiply-adds.
+    """Return the latency table of a cost; None if costs are multiply-adds.
 
     Raises:
         ConfigError: The file cannot be read or is no table.
@@ -306,7 +306,7 @@ def read_table(path: Path) -> lt.LatencyTable:
 def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
     """Refuse a hardware loss that does not exist, or a target that no network reaches.
 
-    For targets in ms without a table the latter is known when clients have measured.
+    For targets in ms without a table, the latter is known only once clients have measured.
     """
     for hardware in losses:
         check_choice("algorithm.hardware.loss", hardware.loss, LOSSES)
@@ -315,7 +315,7 @@ def check_hardware(losses: Iterable[Hardware], space: SearchSpace) -> None:
 
 
 def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss | None:
-    """Build the hardware loss of some settings; refuse targets that the space cannot reach."""
+    """Build the hardware loss from settings; refuse targets that the space cannot reach."""
     if hardware is None:
         return None
     return HardwareLoss.of(space_costs(timed_space(space), load_table(hardware)), hardware)
@@ -324,9 +324,9 @@ def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss
 def ranges_of_cost(
     genotypes: Sequence[Genotype], space: SearchSpace, table: str | None, *, count: int
 ) -> list[list[int]]:
-    """The places of genotypes in at most ``count`` ranges of cost, each with equally many.
+    """The positions of genotypes in at most ``count`` ranges of cost with equally many each.
 
-    Their cost is the latency by a table in a file, or the number of multiply-adds.
+    Their cost is the latency from a table in a file, or else the number of multiply-adds.
     """
 
     def multiply_adds(genotype: Genotype) -> float:
@@ -339,10 +339,10 @@ def ranges_of_cost(
 
 
 def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
-    """Build a predictor of the latency in ms of a genotype's network, by a table in a file.
+    """Build a predictor of the latency in ms of a genotype's network, from a table in a file.
 
     Raises:
-        ConfigError: The file is no table, or the space has no latency.
+        ConfigError: The file is no table, or the space has no latency tables.
     """
     if not isinstance(space, MBConvSpace):
         raise ConfigError(

@@ -7,7 +7,7 @@ concatenation of the four. A supernet's cells have all 14 edges with all ops, a 
 cells two edges per node with one op each.
 
 A supernet computes from each state the edges to all later nodes at once
-(``operations.node_states``), with the parameters and the result of a module for each op of each
+(``operations.node_states``), with the same parameters and result as one module for each op of each
 edge.
 
 Tensor suffixes: B batch, E edges, O ops.
@@ -75,14 +75,14 @@ class DARTSSpace(TwoInputSpace):
         input_shape: (channels, height, width) of an image; any size.
         num_classes: Number of classes.
         channels: Channels of the supernet's first cells (16 in the paper).
-        num_cells: Cells of the supernet (8 in the paper), L below; at least 3. Cells L//3 and
-            2L//3 are reduction cells, so of L = 3 the last two. With L < 3 all cells would be
+        num_cells: Cells of the supernet (8 in the paper), L below; at least 3. Cells L//3 and 2L//3
+            are reduction cells; for L = 3 these are the last two. With L < 3 all cells would be
             reduction cells, and the alphas of the normal cell would never learn.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
 
-    The paper's discrete networks have 20 cells of 36 channels. Deviation: the published code leaves
-    the affine part of the stem's norm on in the supernet (96 weights of 1,930,618 at C = 16); here
-    no norm of a supernet has one.
+    The paper's discrete networks have 20 cells of 36 channels. Deviation: in the supernet the
+    published code keeps the affine part of the stem's norm (96 weights of 1,930,618 at C = 16);
+    here no norm of a supernet has an affine part.
     """
 
     name = "darts"
@@ -110,13 +110,13 @@ class DARTSSpace(TwoInputSpace):
         return make(inputs, width, norm=self.norm, affine=affine)
 
     def operation(self, op: str, plan: CellPlan, *, source: int, affine: bool) -> nn.Module:
-        """Build an op, of stride 2 on edges from the inputs of a reduction cell."""
+        """Build an op; it has stride 2 on edges from the inputs of a reduction cell."""
         stride = 2 if plan.kind == "reduction" and source < NODES.start else 1
         return make_operation(op, plan.width, stride=stride, norm=self.norm, affine=affine)
 
 
 def make_operation(op: str, channels: int, *, stride: int, norm: Norm, affine: bool) -> nn.Module:
-    """Return the module of one op (every name but ``none``).
+    """Return the module of one op (any name except ``none``).
 
     Pools are followed by a norm without affine part, in search and in retraining. Deviation:
     the published code drops that norm when it retrains.
@@ -160,7 +160,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
         pooled = operations.normalised(torch.cat(pools, 1), [norms[0][0], norms[1][0]])
         parts.append((_by_op(pooled, 2, 1), POOLS))
-    else:  # every edge keeps running statistics of its own
+    else:  # every edge keeps its own running statistics
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
         parts.append(
             (_by_op(operations.normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS)
@@ -178,7 +178,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
 
 
 def _separable(modules: Sequence[Sequence[Any]], start: int, x: Tensor, stride: int) -> Tensor:
-    """Return depthwise, pointwise, norm of several ops' and edges' modules, without their ReLU."""
+    """Return depthwise, pointwise and norm of several ops' and edges' modules, without ReLU."""
     flat = [module for op in modules for module in op]
     depthwise_weights = [stacked([module[start + 1].weight for module in op]) for op in modules]
     out = depthwise(x, depthwise_weights, stride=stride, dilation=flat[0][start + 1].dilation[0])
@@ -187,7 +187,7 @@ def _separable(modules: Sequence[Sequence[Any]], start: int, x: Tensor, stride: 
 
 
 def _factorized_reduce(modules: Sequence[Any], active: Tensor) -> Tensor:
-    """Return [B, modules, C, H / 2, W / 2] from what the ReLU let through."""
+    """Return [B, modules, C, H / 2, W / 2] from the output of the ReLU."""
     height, width = active.shape[-2:]
     odd = F.pad(operations.every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
     even = pointwise(

@@ -1,10 +1,10 @@
 """The search space of DPNAS: one cell whose 15 edges each compute one of ten ops.
 
-Cheng et al. (2022), DPNAS, arXiv 2110.08557, section 3.2 and Figure 2. Of the ops six are a
-convolution with different activations: which of them suits private training is what is searched
-for. :class:`DPCellSpace` gives the supernet, the way from alphas or a path to a genotype and the
-derived network. :class:`DPCellNetwork` is both the supernet's body, with all ops on every edge, and
-the derived network, with one; equal parts have equal names in their state dicts.
+Cheng et al. (2022), DPNAS, arXiv 2110.08557, section 3.2 and Figure 2. Six of the ops are a
+convolution with different activations; the search is for the one that suits private training.
+:class:`DPCellSpace` gives the supernet, the way from alphas or a path to a genotype and the derived
+network. :class:`DPCellNetwork` is both the supernet's body, with all ops on every edge, and the
+derived network, with one op per edge. Equal parts have equal names in their state dicts.
 
 Tensor suffixes: B batch, C channels, H height, W width, E edges, O ops.
 """
@@ -30,7 +30,7 @@ from fednas_flwr.spaces.space import CELL, SearchSpace
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = cell_graph.candidate_edges(NODES)
-CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it
+CENTRE = 20.0  # value of a near-identity's centre, in standard deviations of the noise around it
 POOLS: dict[str, Callable[..., nn.Module]] = {
     "max_pool_3x3": nn.MaxPool2d,
     "avg_pool_3x3": nn.AvgPool2d,
@@ -59,9 +59,9 @@ class DPCellSpace(SearchSpace):
         widths: Channels of the nodes in each of the three cells (48, 96, 192 for CIFAR-10; 32, 32,
             64 for MNIST and Fashion-MNIST).
         head: Width of the head, 128 in the paper's networks.
-        activation: Of the head's hidden layer, one of ``ACTIVATIONS``; selu for CIFAR-10, else
-            tanh.
-        norm: ``batch``, or ``group`` (needed for privacy, and the paper's only one).
+        activation: Activation of the head's hidden layer, one of ``ACTIVATIONS``; the paper has
+            selu for CIFAR-10, else tanh.
+        norm: ``batch``, or ``group`` (needed for privacy; the only one in the paper).
     """
 
     name = "dp_cells"
@@ -77,7 +77,7 @@ class DPCellSpace(SearchSpace):
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
-        object.__setattr__(self, "widths", tuple(self.widths))  # JSON knows no tuples
+        object.__setattr__(self, "widths", tuple(self.widths))  # JSON has no tuples
         super().__post_init__()
         check_choice("search_space.activation", self.activation, ACTIVATIONS)
         if len(self.widths) != BLOCKS or min(self.widths) < 1:
@@ -89,8 +89,8 @@ class DPCellSpace(SearchSpace):
     def body(self) -> DPCellNetwork:
         """Build the body of a supernet, with the weights of all ops on all edges.
 
-        With a path it computes that path alone. Without, the supernet is the relaxation of DARTS on
-        this space, which is not in the paper.
+        With a path it computes only that path. Without one the supernet is the relaxation of DARTS
+        on this space, which is not in the paper.
         """
         ops = [self.ops] * len(EDGES)
         return DPCellNetwork(self, ops, groups=SEARCH_GROUPS, near_identity=True)
@@ -102,10 +102,10 @@ class DPCellSpace(SearchSpace):
 
 
 class DARTSOpsSpace(DPCellSpace):
-    """The same cells with the candidate ops of DARTS, none of which has an activation to choose.
+    """The same cells with the candidate ops of DARTS, which offer no choice of activation.
 
-    For Figure 3(a): what the choice of ops is worth. Deviations: the paper has DARTS' cells as
-    well, in two kinds; pools have no norm here, and no norm an affine part.
+    It serves Figure 3(a), which shows the value of the choice of ops. Deviations: the paper also
+    uses DARTS' cells, of two kinds; here pools have no norm, and norms have no affine part.
     """
 
     name = "dp_cells_darts"
@@ -115,16 +115,18 @@ class DARTSOpsSpace(DPCellSpace):
 class DPCellNetwork(operations.SkipNetwork):
     """Stem, three times a cell and a max-pool of 2, head.
 
-    The text leaves out what the parameter counts demand and the authors' code has: the 3x3
-    convolutions of the ops are depthwise, norms have no affine part, convolutions no bias; the stem
-    is a 3x3 convolution with norm, the pools between cells are 2x2 (the text says 3x3), average
-    pools count the zeros around the image. A side of one pixel is not pooled any more. Convolutions
-    are initialised as there, with variance ``2 / (kernel area * output channels)``: the norms hide
-    it, but the gradients that are clipped are as large as the weights are small.
+    Some details are missing in the paper; they follow from its parameter counts and the authors'
+    code. The 3x3 convolutions of the ops are depthwise, norms have no affine part, and convolutions
+    no bias. The stem is a 3x3 convolution with norm, the pools between cells are 2x2 (the paper
+    says 3x3), and average pools count the zeros around the image. A side of one pixel is not pooled
+    any more. Convolutions are initialised as in that code, with variance ``2 / (kernel area *
+    output channels)``: norms hide the scale, but the smaller the weights, the larger the gradients
+    that are clipped.
 
     Deviation: ``near_identity`` adds a larger number to the centre of each op's kernels, for a
-    supernet. Kernels drawn at random make what candidates compute unrelated, so that they cannot
-    share a head at first: 1,500 steps on digits leave the loss at ln 10, with it 360 reach 1.8.
+    supernet. With kernels drawn at random the outputs of candidates are unrelated, so that they
+    cannot share a head at first: 1,500 steps on digits leave the loss at ln 10, while with
+    ``near_identity`` 360 steps reach 1.8.
     """
 
     def __init__(
@@ -138,10 +140,10 @@ class DPCellNetwork(operations.SkipNetwork):
         """Build the network.
 
         Args:
-            space: Its sizes.
-            ops_of_edges: For each of ``EDGES`` the names of the ops to choose from.
-            groups: Most groups of a group norm.
-            near_identity: True if the ops' convolutions begin as identities with noise.
+            space: Space with the network's sizes.
+            ops_of_edges: For each of ``EDGES``, the names of the ops to choose from.
+            groups: Largest number of groups of a group norm.
+            near_identity: True if the ops' convolutions begin as identities plus noise.
         """
         super().__init__()
         channels, height, width = space.input_shape
@@ -186,8 +188,8 @@ class DPCellNetwork(operations.SkipNetwork):
             x: Images [B, C, H, W].
             op_weights: ``{"cell": [E, O] or [B, E, O]}``: each edge is the weighted sum of all its
                 ops.
-            path: Without op weights, for each edge the column of its op, which alone is computed;
-                None is the first op of every edge.
+            path: Without op weights, the column of the only op to compute on each edge; None takes
+                the first op of every edge.
         """
         weights_EO = None if op_weights is None else op_weights[CELL]
         images, x = x, self.stem(x)
@@ -201,7 +203,7 @@ class DPCellNetwork(operations.SkipNetwork):
 
 
 class Block(nn.Module):
-    """A cell and the max-pool behind it.
+    """A cell and the max-pool that follows it.
 
     Every node is the sum of its edges; the output is the nodes 1 to 5, concatenated.
     """
@@ -209,7 +211,7 @@ class Block(nn.Module):
     def __init__(
         self, inputs: nn.Module, edges: Sequence[operations.MixedOp], pool: nn.Module
     ) -> None:
-        """Take the modules: what makes node 0, one edge for each of ``EDGES``, the pool."""
+        """Store the modules: that of node 0, one edge for each of ``EDGES``, and the pool."""
         super().__init__()
         self.inputs, self.edges, self.pool = inputs, nn.ModuleList(edges), pool
 
@@ -239,7 +241,7 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def bring_near_identity(self) -> None:
-        """Add to the ops' convolutions ones that keep their input, ``CENTRE`` times as large."""
+        """Add identity kernels, ``CENTRE`` times as large, to the ops' convolutions."""
         for module in self.edges.modules():
             if isinstance(module, nn.Conv2d):
                 identity = nn.init.dirac_(torch.empty_like(module.weight), module.groups)

@@ -1,8 +1,8 @@
-"""A discrete architecture as data: what a search returns and what retraining starts from.
+"""A discrete architecture as data: the result of a search and the start of retraining.
 
 A :class:`Genotype` names its search space and lists the edges of each kind of cell. It is stored
 and sent as JSON with a format name and a version, and never evaluated as code. This file checks the
-form (:func:`from_json`); whether the ops and edges belong to a space is that space's ``check``.
+form (:func:`from_json`); a space's ``check`` decides if the ops and edges belong to it.
 """
 
 import json
@@ -18,8 +18,8 @@ from fednas_flwr.settings.parser import parse
 
 FORMAT = "fednas-genotype"
 VERSION = 1
-SKIP = "skip_connect"  # the identity, by its name in every space of cells
-SHOWN = 20  # edges in a message
+SKIP = "skip_connect"  # name of the identity in every space of cells
+SHOWN = 20  # most edges shown in a message
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Edge:
     """One operation of a cell.
 
     Attributes:
-        op: Name of the operation, as its search space spells it.
-        source: Index of the node that is read.
-        target: Index of the node that is added to; larger than ``source``.
+        op: Name of the operation, as in its search space.
+        source: Index of the node that it reads.
+        target: Index of the node to which it is added; larger than ``source``.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Genotype:
 
     Attributes:
         space: Name of the search space.
-        cells: For each kind of cell its edges, ordered by target, then by source.
+        cells: The edges of each kind of cell, ordered by target, then by source.
     """
 
     space: str
@@ -87,15 +87,15 @@ def to_json(genotype: Genotype) -> str:
 
 
 def from_json(text: str, *, origin: str = "genotype") -> Genotype:
-    """Return the genotype that ``text`` holds.
+    """Return the genotype in ``text``.
 
     Args:
         text: JSON as written by :func:`to_json`.
-        origin: What error sentences call the text, e.g. the path of its file.
+        origin: Name of the text in error messages, e.g. the path of its file.
 
     Raises:
-        ConfigError: If the text is not JSON, is of another format or version, or a field is
-            missing, unknown, doubled or of the wrong type; the sentence names the field and value.
+        ConfigError: The text is not JSON, has another format or version, or a field is missing,
+            unknown, duplicated or of the wrong type; the message names the field and value.
     """
     hint = "; a newer file needs a newer fednas_flwr"
     about = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
@@ -115,11 +115,11 @@ def from_json(text: str, *, origin: str = "genotype") -> Genotype:
 def read_document(
     text: str, *, origin: str, format: str, version: int, hint: str
 ) -> dict[str, Any]:
-    """Read the fields of a JSON document that begins with its format and version.
+    """Return the fields of a JSON document that begins with its format and version.
 
     Raises:
-        ConfigError: The text is not JSON, a field is doubled, or it is of another format or, which
-            ``hint`` follows, version.
+        ConfigError: The text is not JSON, a field is duplicated, or it has another format or
+            version; the message about the version ends with ``hint``.
     """
     try:
         document = load_json(text, object_pairs_hook=_unique_keys)
@@ -134,7 +134,7 @@ def read_document(
 
 
 def save_genotype(path: Path, genotype: Genotype) -> None:
-    """Write the genotype to ``path`` at once: a crash leaves the old file or the new one, whole."""
+    """Write the genotype to ``path`` atomically: a crash leaves either the old or the new file."""
     write_atomically(path, to_json(genotype))
 
 
@@ -142,7 +142,7 @@ def load_genotype(path: Path) -> Genotype:
     """Return the genotype stored in ``path``.
 
     Raises:
-        ConfigError: If the file cannot be read, or :func:`from_json` refuses its text.
+        ConfigError: The file cannot be read, or :func:`from_json` refuses its text.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -154,7 +154,7 @@ def load_genotype(path: Path) -> Genotype:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object, refusing doubled keys, of which json keeps the last one silently."""
+    """Return the JSON object; refuse duplicate keys, of which json silently keeps the last."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:

@@ -1,7 +1,7 @@
-"""Latency tables: the time of every layer of a search space, measured on the machine at hand.
+"""Latency tables: the time of every layer of a search space, measured on this machine.
 
-:func:`measure_latency` times modules with torch.utils.benchmark, :func:`to_json` and
-:func:`from_json` are the table's file. A network's predicted latency is the sum over its layers
+:func:`measure_latency` times modules with torch.utils.benchmark; :func:`to_json` and
+:func:`from_json` write and read a table. A network's predicted latency is the sum over its layers
 (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
 """
 
@@ -24,8 +24,8 @@ from fednas_flwr.spaces.mbconv import Layer
 
 FORMAT = "fednas-latency"
 VERSION = 1
-RUN_BEFORE = 5  # layers, before each measurement
-LONGEST_MS = 1e9  # whose sum over a network is finite
+RUN_BEFORE = 5  # layers that run before each measurement
+LONGEST_MS = 1e9  # the sum over a network stays finite
 
 
 Sized = tuple[torch.nn.Module, tuple[int, ...]]  # a module and the shape of one example
@@ -34,13 +34,13 @@ Size = Annotated[int, Between(0, 2**31 - 1)]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What layers are timed under.
+    """The conditions under which layers are timed.
 
     Attributes:
-        device: Where they run; modules are moved there.
-        threads: Of torch; the number is set for the time of the measurement only.
-        batch_size: Examples of one forward, 1 or more.
-        passes: Measurements of each, 2 or more.
+        device: Device on which they run; modules are moved there.
+        threads: Number of torch's threads, set only for the time of the measurement.
+        batch_size: Examples in one forward, 1 or more.
+        passes: Number of measurements of each module, 2 or more.
     """
 
     device: torch.device
@@ -63,7 +63,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredLayer(Checked):
-    """A layer of a network (``mbconv.Layer``), its median time and their spread."""
+    """A layer of a network (``mbconv.Layer``), its median time and the spread of its times."""
 
     op: Line
     input_shape: tuple[Size, ...]
@@ -77,17 +77,17 @@ class MeasuredLayer(Checked):
 
 @dataclass(frozen=True)
 class LatencyTable(Checked):
-    """Measured layers and what they were measured with.
+    """Measured layers and the conditions of the measurement.
 
     Attributes:
-        machine: Processor or GPU, as the system names it.
+        machine: Name of the processor or GPU, as the system gives it.
         device: ``cpu`` or ``cuda``.
         clock: ``process_time`` (one thread on the CPU) or ``timer``: wall time.
-        threads: Of torch, on the CPU.
-        batch_size: Examples of one forward.
-        norm: Of the layers.
-        torch: Its version.
-        layers: Each different layer once.
+        threads: Number of torch's threads on the CPU.
+        batch_size: Examples in one forward.
+        norm: Norm of the layers.
+        torch: Version of torch.
+        layers: Each distinct layer once.
     """
 
     machine: Line
@@ -100,7 +100,7 @@ class LatencyTable(Checked):
     layers: list[MeasuredLayer]
 
     def __post_init__(self) -> None:
-        """Refuse a table that has a layer twice."""
+        """Refuse a table in which a layer occurs twice."""
         super().__post_init__()
         if len(self.timings) != len(self.layers):
             raise ConfigError("layers: a layer appears twice.")
@@ -111,10 +111,10 @@ class LatencyTable(Checked):
         return {Layer(*v[:6]): Timing(*v[6:]) for v in map(astuple, self.layers)}
 
     def latency_ms(self, layer: Layer) -> float:
-        """Look the median time of a layer up.
+        """Look up the median time of a layer.
 
         Raises:
-            ConfigError: It was not measured.
+            ConfigError: The layer was not measured.
         """
         if layer not in self.timings:
             shown = ", ".join(f"{name} {value}" for name, value in layer._asdict().items())
@@ -133,17 +133,17 @@ def measure_latency(
     norm: str,
     networks: Sequence[Sized] = (),
 ) -> tuple[LatencyTable, list[Timing]]:
-    """Return the table of all different layers, and the times of whole networks.
+    """Return the table of all distinct layers, and the times of whole networks.
 
-    Both are measured in the same passes: compared with a table of another hour, a network would
-    differ by what else the machine does.
+    Both are measured in the same passes, since the machine's other load differs from one hour to
+    the next.
 
     Args:
-        layers: What to time; duplicates are measured once.
+        layers: Layers to time; duplicates are measured once.
         make: Returns the module of a layer.
-        under: What they are timed under.
-        norm: What ``make`` builds with; for the record.
-        networks: What else to time.
+        under: Conditions of the measurement.
+        norm: Norm with which ``make`` builds, for the record.
+        networks: Networks to time as well.
     """
     different = list(dict.fromkeys(layers))
     sized = [*((make(layer), layer.input_shape) for layer in different), *networks]
@@ -164,16 +164,16 @@ def measure_latency(
 def time_modules(modules: Sequence[Sized], under: Conditions) -> list[Timing]:
     """Return the times of modules' forwards in evaluation mode, without gradients.
 
-    One run at a time, right after some of the other modules: a layer that is repeated finds its
-    code and data in the processor's caches, and the sum of such times is 20 to 35 % below a
-    network's (measured; as done here 0 to 8 %). Every pass measures all modules, so that a slow
-    moment of the machine hits all alike and the median forgets it.
+    Each module runs once at a time, right after some of the others. A layer that is repeated finds
+    its code and data in the processor's caches, and the sum of such times is 20 to 35 % below a
+    network's time (measured; 0 to 8 % with the method here). Every pass measures all modules, so
+    that a slow moment of the machine affects all alike and the median ignores it.
 
     Args:
-        modules: Each with the shape of one example.
-        under: What they are timed under.
+        modules: Modules, each with the shape of one example.
+        under: Conditions of the measurement.
     """
-    from torch.utils.benchmark import Timer  # looks for CUDA, and warns, when it is imported
+    from torch.utils.benchmark import Timer  # looks for CUDA, and warns, on import
 
     runs = []
     for module, shape in modules:
@@ -198,7 +198,7 @@ def time_modules(modules: Sequence[Sized], under: Conditions) -> list[Timing]:
 
 
 def _clock(under: Conditions) -> Callable[[], float]:
-    """Return the processor time of one thread, which other programs do not stretch, else the time.
+    """Return a clock: for one thread, processor time, unaffected by other programs; else wall time.
 
     torch's own timer waits for a GPU.
     """
@@ -208,13 +208,13 @@ def _clock(under: Conditions) -> Callable[[], float]:
 
 
 def summarise(times_ms: list[float]) -> Timing:
-    """Return median and spread of two or more times, to the nanosecond."""
+    """Return the median and spread of two or more times, to the nanosecond."""
     first, median, third = statistics.quantiles(times_ms, n=4, method="inclusive")
     return Timing(round(median, 6), round(third - first, 6))
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the name of the GPU or of the processor, as far as the system tells it."""
+    """Return the name of the GPU or the processor, as far as the system provides it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -226,18 +226,18 @@ def machine_name(device: torch.device) -> str:
 
 
 def to_json(table: LatencyTable) -> str:
-    """Write the table as JSON, one layer to a line; :func:`from_json` gives an equal one back."""
+    """Return the table as JSON, one layer per line; :func:`from_json` returns an equal table."""
     head = {"format": FORMAT, "version": VERSION, **asdict(table)}
     lines = ",\n  ".join(json.dumps(layer) for layer in head.pop("layers"))
     return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {lines}\n ]\n}}\n'
 
 
 def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
-    """Read the table that ``text`` holds.
+    """Return the table in ``text``.
 
     Raises:
-        ConfigError: The text is not such a table, of another version, names a layer twice, or a
-            time is no positive number.
+        ConfigError: The text is not such a table, has another version or a layer twice, or a time
+            is no positive number.
     """
     hint = ": measure anew by `fednas latency measure`"
     fields = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
@@ -247,11 +247,11 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
 def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:
     """Return the table of all layers that every table has, with the medians of their times.
 
-    What the tables were measured with is that of the first, but all machines are named, and the
-    number of threads is the median one.
+    The conditions are those of the first table, but all machines are named, and the number of
+    threads is the median.
 
     Args:
-        tables: One or more.
+        tables: One or more tables.
     """
     first, machines = tables[0], dict.fromkeys(table.machine for table in tables)
     shared = [key for key in first.timings if all(key in table.timings for table in tables)]

@@ -1,15 +1,15 @@
-"""The MBConv search space of ProxylessNAS, FDNAS and CFDNAS: which op in each block of a chain.
+"""The MBConv search space of ProxylessNAS, FDNAS and CFDNAS: the op of each block in a chain.
 
-Cai et al. (2019), arXiv 1812.00332; Zhang et al. (2020), FDNAS, arXiv 2011.03372. Nothing is
-searched on a smaller proxy: the derived network has the supernet's depth and width. The op is
-MobileNetV2's (Sandler et al. 2018, arXiv 1801.04381).
+Cai et al. (2019), arXiv 1812.00332; Zhang et al. (2020), FDNAS, arXiv 2011.03372. The search uses
+no smaller proxy: the derived network has the supernet's depth and width. The op is that of
+MobileNetV2 (Sandler et al. 2018, arXiv 1801.04381).
 
 :class:`MBConvSpace` gives the supernet, the way from alphas to a genotype and the derived network.
-A network is planned first as layers, shapes and strides: :class:`MBConvSpace` fills a
+A network is first planned as layers, shapes and strides: :class:`MBConvSpace` fills a
 :class:`Skeleton`, the fixed shape around the choices, with candidates. Costs are sums over layers.
-:func:`make_layer` turns each into a module: what a latency table times is what a network runs.
-:class:`MBConvNetwork` is both the supernet's body, with several candidates in each block, and the
-derived network, with one; equal parts have equal names in their state dicts.
+:func:`make_layer` turns each layer into a module, so that a latency table times exactly what a
+network runs. :class:`MBConvNetwork` is both the supernet's body, with several candidates in each
+block, and the derived network, with one. Equal parts have equal names in their state dicts.
 
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C channels.
 """
@@ -34,7 +34,7 @@ from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 # The alpha of an op that a block does not offer. Its softmax and its gradient are exactly zero in
-# every dtype, so that samplers, entropies, averages and checkpoints need not know of it.
+# every dtype, so that samplers, entropies, averages and checkpoints need no special case.
 NEVER = -1e4
 CELL = "blocks"  # the only kind of cell
 ZERO = "zero"
@@ -46,14 +46,14 @@ MBCONVS = {  # name: expansion, kernel size
 
 
 class Layer(NamedTuple):
-    """All that the cost of a layer depends on, but for the norm; shapes are of one example.
+    """Everything on which a layer's cost depends, except the norm; shapes are of one example.
 
     Attributes:
         op: ``conv`` (with norm and ReLU6), a name of ``MBCONVS``, ``zero`` or ``classifier``.
         input_shape: (channels, height, width).
-        output_shape: Of one record; of the classifier (classes,).
-        expansion: Channels inside the block over input channels; 1 for other ops.
-        kernel: Kernel size; 1 for other ops than convolutions.
+        output_shape: Shape for one record; (classes,) for the classifier.
+        expansion: Ratio of the channels inside the block to input channels; 1 for other ops.
+        kernel: Kernel size; 1 for ops other than convolutions.
         stride: 1 or 2.
     """
 
@@ -72,23 +72,23 @@ class Layer(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A network as layers: before the blocks, the candidates of every block, and after them."""
+    """A network as layers: those before the blocks, the candidates of every block, those after."""
 
     before: tuple[Layer, ...]
-    blocks: tuple[tuple[Layer | None, ...], ...]  # [E][O]; None: the block does not offer the op
+    blocks: tuple[tuple[Layer | None, ...], ...]  # [E][O]; None if the block does not offer the op
     after: tuple[Layer, ...]
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Plan that all networks of an MBConv space share, at width 1.
+    """The plan that all networks of an MBConv space share, at width 1.
 
     Attributes:
         stem: Channels of the first 3x3 convolution.
         stem_stride: Its stride.
         first: Channels of the fixed first block, ``mbconv1_3x3`` of stride 1.
-        stages: (channels, number of searchable blocks) each.
-        downsampling: Numbers, from 1, of the searchable blocks that have stride 2.
+        stages: (channels, number of searchable blocks) of each stage.
+        downsampling: Numbers, from 1, of the searchable blocks with stride 2.
         head: Channels of the last 1x1 convolution.
     """
 
@@ -105,11 +105,12 @@ FDNAS_STAGES = tuple(zip(PROXYLESS_WIDTHS, (2, 3, 4, 3, 4, 3), strict=True))
 PROXYLESS_STAGES = tuple(zip(PROXYLESS_WIDTHS, (4, 4, 4, 4, 4, 1), strict=True))
 MOBILENET_STAGES = ((24, 2), (32, 3), (64, 4), (96, 3), (160, 3), (320, 1))
 SKELETONS = {
-    # 19 blocks for 32x32; FDNAS says no more than the number, the stages are of public code.
+    # 19 blocks for 32x32; FDNAS states only this number, the stages are from public code.
     "fdnas": Skeleton(32, 1, 16, FDNAS_STAGES, (6, 13), 1280),
-    # The same blocks for 224x224: FDNAS' down-sampling layers 1, 3, 6, 8 and 16 are these when the
+    # The same blocks for 224x224: FDNAS' down-sampling layers 1, 3, 6, 8 and 16 are these if the
     # stem is layer 1 and the first block layer 2. Genotypes of about 347 M multiply-adds at 32x32,
-    # as FDNAS has, then need 365 to 395 M (the paper: 388 M); other ways of counting give 500 M on.
+    # as in FDNAS, then need 365 to 395 M (the paper: 388 M); other ways of counting give 500 M or
+    # more.
     "fdnas_imagenet": Skeleton(32, 2, 16, FDNAS_STAGES, (1, 4, 6, 14), 1280),
     "proxyless": Skeleton(32, 2, 16, PROXYLESS_STAGES, (1, 5, 9, 17), 1280),  # 21 blocks, 224x224
     "mobilenet_v2": Skeleton(32, 2, 16, MOBILENET_STAGES, (1, 3, 6, 13), 1280),  # 224x224
@@ -129,8 +130,8 @@ class MBConvSpace(SearchSpace):
         input_shape: (channels, height, width) of an image; any size.
         num_classes: Number of classes.
         skeleton: Depth, widths and strides.
-        candidates: The ops to choose from: names of ``MBCONVS``, and ``zero``, which blocks of
-            stride 1 with as many output as input channels offer.
+        candidates: The ops to choose from: names from ``MBCONVS``, and ``zero``, which is offered
+            by blocks of stride 1 with as many output as input channels.
         width: Width multiplier; channels are rounded to multiples of 8, the head never shrinks.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
@@ -143,7 +144,7 @@ class MBConvSpace(SearchSpace):
     width: Annotated[float, Between(0, 16, above=True)] = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built, or offers no choice."""
+        """Refuse spaces that cannot be built or offer no choice."""
         object.__setattr__(self, "ops", self.candidates)
         super().__post_init__()
         for op in self.candidates:
@@ -163,7 +164,7 @@ class MBConvSpace(SearchSpace):
 
     @property
     def offered(self) -> list[list[int]]:
-        """For every block the columns of the ops that it offers."""
+        """The columns of the ops that each block offers."""
         return [[i for i, layer in enumerate(row) if layer is not None] for row in self.plan.blocks]
 
     @cached_property
@@ -190,10 +191,10 @@ class MBConvSpace(SearchSpace):
         return MBConvNetwork(self.plan, norm=self.norm)
 
     def supernet(self) -> Supernet:
-        """Build a newly initialised supernet; ``NEVER`` stands at what a block does not offer.
+        """Build a newly initialised supernet; ops that a block lacks have the alpha ``NEVER``.
 
-        Without op weights it is the sum of all ops weighted by softmax(alphas), as in DARTS; with
-        one-hot gates and paths (:class:`MBConvNetwork`) it is ProxylessNAS' supernet.
+        Without op weights a block is the sum of all ops weighted by softmax(alphas), as in DARTS;
+        with one-hot gates and paths (:class:`MBConvNetwork`) it is ProxylessNAS' supernet.
         """
         supernet = super().supernet()
         missing_EO = torch.tensor([[layer is None for layer in row] for row in self.plan.blocks])
@@ -202,7 +203,7 @@ class MBConvSpace(SearchSpace):
         return supernet
 
     def check_cell(self, kind: str, edges: Sequence[Edge]) -> None:
-        """Raise ConfigError unless each block has one of the ops that it offers, in order."""
+        """Raise ConfigError unless each block, in order, has one of the ops that it offers."""
         super().check_cell(kind, edges)
         for edge, row in zip(edges, self.plan.blocks, strict=True):
             if row[self.ops.index(edge.op)] is None:
@@ -218,10 +219,10 @@ class MBConvSpace(SearchSpace):
 
 
 def named_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpace:
-    """Return the space with a skeleton and candidates by their names.
+    """Return the space with a skeleton and candidates, given by their names.
 
     Raises:
-        ConfigError: There are none of these names.
+        ConfigError: There are none with these names.
     """
     check_choice("search_space.skeleton", skeleton, SKELETONS)
     check_choice("search_space.candidates", candidates, CANDIDATES)
@@ -231,7 +232,7 @@ def named_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpa
 def scale_channels(channels: int, width: float) -> int:
     """Return ``channels * width`` as the nearest multiple of 8, at least 8 and at least .9 of it.
 
-    As in MobileNetV2 (Sandler et al. 2018).
+    The rule is that of MobileNetV2 (Sandler et al. 2018).
 
     Example:
         >>> [scale_channels(24, width) for width in (0.25, 0.75, 1.0, 1.4)]
@@ -245,14 +246,14 @@ def scale_channels(channels: int, width: float) -> int:
 def _layer(
     op: str, input_shape: tuple[int, ...], channels: int, *, kernel: int = 1, stride: int = 1
 ) -> Layer:
-    """Plan a layer: its output shape, and of a block what its name says."""
+    """Plan a layer: its output shape and, for a block, the properties in its name."""
     _, *sizes = input_shape
     output_shape = (channels, *(ceil(size / stride) for size in sizes))
     return Layer(op, tuple(input_shape), output_shape, *MBCONVS.get(op, (1, kernel)), stride)
 
 
 def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
-    """Return the newly initialised module of one layer; of a block with its residual connection."""
+    """Return the newly initialised module of one layer; a block has its residual connection."""
     if layer.op == "conv":
         inputs, outputs = layer.input_shape[0], layer.output_shape[0]
         sizes = {"kernel": layer.kernel, "stride": layer.stride}
@@ -269,7 +270,8 @@ def make_layer(layer: Layer, *, norm: Norm) -> nn.Module:
 class MBConvNetwork(ops.SkipNetwork):
     """Stem, first block, searchable blocks, head and classifier.
 
-    Initialised as MobileNetV2: convolutions He-normal by fan-out, the classifier with std .01.
+    It is initialised like MobileNetV2: convolutions He-normal by fan-out, the classifier with std
+    .01.
     """
 
     def __init__(self, plan: Plan, *, norm: Norm) -> None:
@@ -287,18 +289,19 @@ class MBConvNetwork(ops.SkipNetwork):
     ) -> Tensor:
         """Return logits [B, classes].
 
-        Other ops are neither computed nor stored: one path costs what the derived network
-        costs, whatever the number of candidates.
+        Other ops are neither computed nor stored: one path costs as much as the derived network,
+        whatever the number of candidates.
 
         Args:
             x: Images [B, C, H, W].
-            op_weights: ``{"blocks": tensor}``. Without ``paths`` the weight of every op, [E, O] or
-                [B, E, O]: each block is the weighted sum of all that it offers. With ``paths`` the
-                gates, [E, K] or [B, E, K], one on the first op of a path and zero on the others.
-            paths: For every block the columns of the K ops to compute, the active one first. The
+            op_weights: ``{"blocks": tensor}``. Without ``paths``, the weight of every op, [E, O] or
+                [B, E, O]: each block is the weighted sum of all ops that it offers. With ``paths``,
+                the gates, [E, K] or [B, E, K]: one for the first op of a path and zero for the
+                others.
+            paths: For every block, the columns of the K ops to compute, the active one first. The
                 others are computed without a graph, since nothing flows back through a gate of
-                zero, but the gate's own gradient is ``<dL/dy, o_j(x)>``. None with ``op_weights``
-                None computes the first op of each block.
+                zero; the gate's own gradient is still ``<dL/dy, o_j(x)>``. If ``op_weights`` is
+                None too, None computes the first op of each block.
         """
         gates_EK = None if op_weights is None else op_weights[CELL]
         images = x
@@ -318,13 +321,13 @@ class MBConvNetwork(ops.SkipNetwork):
 
 
 class Block(ops.Choice):
-    """One searchable block: the candidate ops between two feature maps, plus the input if it fits.
+    """A searchable block: the candidate ops between two feature maps, plus the input if it fits.
 
     ``zero`` adds nothing: the block is the identity.
     """
 
     def __init__(self, layers: Sequence[Layer | None], *, norm: Norm) -> None:
-        """Make the modules of the layers; None leaves a column without an op."""
+        """Build the modules of the layers; None leaves a column without an op."""
         offered = {layer.op: layer for layer in layers if layer is not None}
         super().__init__(
             [None if layer is None else layer.op for layer in layers],
@@ -339,7 +342,7 @@ class Block(ops.Choice):
         path: Sequence[int] | None = None,
         drop_path_prob: float = 0.0,
     ) -> Tensor:
-        """Return the block's output; arguments are those of :class:`MBConvNetwork`, of one block.
+        """Return the block's output; arguments are those of :class:`MBConvNetwork` for one block.
 
         Without gates only the first op of the path counts.
         """
@@ -363,9 +366,9 @@ class Block(ops.Choice):
 
 
 def _candidate(layer: Layer, *, norm: Norm) -> nn.Sequential:
-    """Return the module of a block's op; one that a user has registered is projected, too.
+    """Return the module of a block's op; a user's registered op is projected, too.
 
-    A name of ``MBCONVS`` is a 1x1 expansion (left out if it is 1), a depthwise convolution and a
+    A name from ``MBCONVS`` is a 1x1 expansion (omitted if it is 1), a depthwise convolution and a
     1x1 projection.
     """
     inputs, outputs = layer.input_shape[0], layer.output_shape[0]

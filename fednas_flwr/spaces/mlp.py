@@ -1,16 +1,16 @@
 """The search space for tables: DARTS cells whose ops are dense layers.
 
 FEATHERS (Seng et al. 2023, arXiv 2206.12342, section 4) searches MLP cells for fraud detection; the
-ops here are ours. :class:`MLPSpace` gives the supernet, the way from alphas to a genotype and the
-discrete network.
+ops here are our own. :class:`MLPSpace` gives the supernet, the way from alphas to a genotype and
+the discrete network.
 
 A cell has two input nodes (0, 1: the outputs of the two cells before it, each brought to the cell's
 width by a linear layer and a norm) and three nodes (2 to 4), each the sum of edges from earlier
 nodes; its output is the concatenation of the three. The first cell reads the record itself.
 
-Every op but ``none`` and ``skip_connect`` is a dense layer: linear, activation, norm. A ``narrow``
-one has half as many units as its node, and adds to the first half of it. In a supernet the dense
-layers that read one node are computed as one linear layer per width.
+Every op except ``none`` and ``skip_connect`` is a dense layer: linear, activation, norm. A
+``narrow`` one has half as many units as its node and adds to the node's first half. In a supernet
+the dense layers that read one node are computed as one linear layer per width.
 
 Tensor suffixes: B batch, E edges, O ops, W width.
 """
@@ -30,10 +30,10 @@ from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellNetwork, CellPlan, SearchCell, TwoInputSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
-ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for both widths
 NODES = range(2, 5)
 EDGES = cell_graph.candidate_edges(NODES)
-# Half of a reduction cell's half must be 2 units, the fewest that a layer norm leaves.
+# Half of a reduction cell's half must be 2 units, the fewest of which a layer norm leaves anything.
 WIDTHS = Between(8, reason="for mlp, as a norm over one unit leaves nothing of it")
 
 
@@ -41,7 +41,7 @@ class MLPCell(SearchCell):
     """A cell with all ops on all 9 edges."""
 
     def __init__(self, space: TwoInputSpace, plan: CellPlan) -> None:
-        """Build all modules; those of the edges that leave one node are one module."""
+        """Build all modules; the edges that leave one node share one module."""
         super().__init__(space, plan)
         sources = [source for source, _ in EDGES]
         self.leaving = nn.ModuleList(
@@ -59,9 +59,10 @@ class MLPCell(SearchCell):
 class MLPSpace(TwoInputSpace):
     """The search space of dense cells for tables of one shape.
 
-    The cells are those of DARTS with three nodes instead of four and dense layers for ops: of the
-    node's width or half of it, with ReLU or tanh. Cell L//2 of L is the reduction cell (DARTS has
-    two): its input projections halve the width, so that inside it a skip connection is an identity.
+    The cells are those of DARTS with three nodes instead of four and dense layers as ops. The
+    layers have the node's width or half of it, with ReLU or tanh. Cell L//2 of L is the reduction
+    cell (DARTS has two): its input projections halve the width, so that inside it a skip connection
+    is an identity.
 
     Attributes:
         input_shape: (features,) of a record.
@@ -108,10 +109,11 @@ class MLPSpace(TwoInputSpace):
 
 
 def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
-    """Return batch norm, a group norm with one group for each of ``layers`` side by side, or none.
+    """Return batch norm, a group norm with one group per layer of ``layers`` side by side, or none.
 
-    Group norm over one group is layer norm. More groups, as images have, would leave of a group of
-    two units without pixels only which is larger. ``none`` keeps what a norm over few units loses.
+    Group norm over one group is layer norm. With more groups, as for images, a group of two units
+    without pixels would keep only which unit is larger. ``none`` keeps what a norm over few units
+    loses.
     """
     if norm == NO_NORM:
         return nn.Identity()
@@ -121,7 +123,7 @@ def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Mo
 
 
 def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
-    """Build the module [B, W] -> [B, W] of one op of a discrete cell (every name but ``none``)."""
+    """Build the module [B, W] -> [B, W] of one op of a discrete cell (any name except ``none``)."""
     if op == "skip_connect":
         return nn.Identity()
     if op not in OPS:
@@ -140,9 +142,9 @@ class LeavingEdges(nn.Module):
     """The mixed ops of all edges that leave one node."""
 
     def __init__(self, num_edges: int, width: int, *, norm: Norm, own: Sequence[str] = ()) -> None:
-        """Build the dense layers of ``num_edges`` edges, those of one width as one layer.
+        """Build the dense layers of ``num_edges`` edges; those of one width are one layer.
 
-        Each edge also gets ``own`` ops, which users have registered.
+        Each edge also gets the ``own`` ops, which users have registered.
         """
         super().__init__()
         self.dense = ParallelLayers(num_edges, width, width, norm=norm)
@@ -156,7 +158,7 @@ class LeavingEdges(nn.Module):
     def forward(self, x_BW: Tensor, weights_EO: Tensor) -> Tensor:
         """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
         known, own = weights_EO[..., : len(OPS)], weights_EO[..., len(OPS) :]
-        _, skip, dense, narrow = torch.split(known, [1, 1, 2, 2], dim=-1)  # as in OPS
+        _, skip, dense, narrow = torch.split(known, [1, 1, 2, 2], dim=-1)  # in the order of OPS
         dense_BEW = self.dense(x_BW, dense)
         narrow_BEH = self.narrow(x_BW, narrow)
         padded = nn.functional.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
@@ -169,7 +171,7 @@ class LeavingEdges(nn.Module):
 
 
 class ParallelLayers(nn.Module):
-    """Two dense layers of one width on each of some edges, one per activation, weighted."""
+    """Two weighted dense layers of one width on each of some edges, one per activation."""
 
     def __init__(self, num_edges: int, width: int, units: int, *, norm: Norm) -> None:
         """Build one linear layer and one norm."""

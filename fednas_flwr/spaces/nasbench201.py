@@ -5,7 +5,7 @@ alphas to a genotype and the discrete network. In a cell, node 0 is the input, e
 sum of the edges from all earlier nodes, node 3 the output. The network has three stages of cells.
 
 A supernet computes from each state the edges to all later nodes at once
-(``operations.node_states``), with the parameters and the result of a module for each op of each
+(``operations.node_states``), with the same parameters and result as one module for each op of each
 edge.
 
 Tensor suffixes: B batch, E edges, O ops.
@@ -65,7 +65,7 @@ class NASBench201Space(SearchSpace):
 
 
 def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Module:
-    """Return the module of one op (every name but ``none``); all have stride 1."""
+    """Return the module of one op (any name except ``none``); all have stride 1."""
     match op:
         case "skip_connect":
             return nn.Identity()
@@ -80,16 +80,16 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
 
 
 class NASBench201Network(operations.SkipNetwork):
-    """The fixed network, with all ops on all edges of its cells, or with one on each.
+    """The fixed network, with all ops on all edges of its cells or with one op on each edge.
 
-    Weights of a discrete network that the output does not depend on (edges out of a node that
+    Weights of a discrete network on which the output does not depend (edges out of a node that
     nothing enters, or into one that nothing leaves) are kept, as in the benchmark's parameter
-    counts; their gradient is None or zero. With ``none`` on every path to the output the logits do
+    counts. Their gradient is None or zero. With ``none`` on every path to the output the logits do
     not depend on the image. The benchmark's ``drop_path_prob`` is 0.
     """
 
     def __init__(self, space: NASBench201Space, edges: Sequence[Edge] | None = None) -> None:
-        """Build the network with the edges of a cell that the space has checked; None is all."""
+        """Build the network with a cell's edges, checked by the space; None means all edges."""
         super().__init__()
         self.takes_stack = edges is None
         cell: Callable[..., nn.Module] = functools.partial(SearchCell, ops=space.ops)
@@ -99,7 +99,7 @@ class NASBench201Network(operations.SkipNetwork):
         self.skeleton = _Skeleton(make, space, affine=edges is not None)
 
     def forward(self, x: Tensor, op_weights: operations.OpWeights = None) -> Tensor:
-        """Return logits [B, classes]; op weights, of a supernet, as in :class:`Supernet`."""
+        """Return logits [B, classes]; a supernet's op weights are as in :class:`Supernet`."""
         if op_weights is None:
             return self.joined(self.skeleton(x, self.dropped), x)
         weights_BEO = op_weights[CELL].expand(len(x), -1, -1)
@@ -118,8 +118,8 @@ class _Skeleton(nn.Module):
     """Stem, three stages of cells with a residual block before the second and third, classifier.
 
     Args:
-        make_cell: Returns a cell for a number of channels; a cell is called with its input and the
-            second argument of the skeleton (op weights, or a drop-path probability).
+        make_cell: Function that returns a cell for a number of channels; a cell is called with its
+            input and the skeleton's second argument (op weights, or a drop-path probability).
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ResidualBlock(nn.Module):
         wide = 2 * channels
         make = functools.partial(operations.relu_conv_norm, size=3, norm=norm, affine=affine)
         self.convolutions = nn.Sequential(make(channels, wide, stride=2), make(wide, wide))
-        # ceil_mode: on odd sizes the shortcut must be as large as the convolutions' output.
+        # ceil_mode: for odd sizes the shortcut must be as large as the convolutions' output.
         self.shortcut = nn.Sequential(
             nn.AvgPool2d(2, stride=2, ceil_mode=True, count_include_pad=False),
             nn.Conv2d(channels, wide, 1, bias=False),
@@ -184,7 +184,7 @@ class SearchCell(nn.Module):
         self.edges = nn.ModuleList(operations.MixedOp(ops, make) for _ in EDGES)
 
     def forward(self, x: Tensor, weights_BEO: Tensor) -> Tensor:
-        """Return a tensor shaped like ``x``, from the weights of all ops."""
+        """Return a tensor shaped like ``x``, computed with the weights of all ops."""
         edges: Any = self.edges
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:
@@ -209,7 +209,7 @@ class SearchCell(nn.Module):
 
 
 class _DiscreteCell(nn.Module):
-    """A cell with one op on every edge; edges with ``none`` are left out."""
+    """A cell with one op on every edge; edges with ``none`` are omitted."""
 
     def __init__(self, edges: Sequence[Edge], channels: int, *, norm: Norm) -> None:
         super().__init__()

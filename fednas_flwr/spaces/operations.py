@@ -1,14 +1,14 @@
-"""The candidate ops of the convolutional search spaces, and the parts that cells are made of.
+"""The candidate ops of the convolutional search spaces, and the parts of cells.
 
 Every op maps ``[B, C, H, W]`` to ``[B, C, ceil(H / stride), ceil(W / stride)]``, also for odd
-sizes, so that the outputs of all ops on an edge can be added. No op changes its input in place: a
-state is read by many edges. Definitions: Liu et al. (2019), arXiv 1806.09055, and Dong & Yang
-(2020), arXiv 2001.00326. ``none`` is not a module: whoever holds an edge leaves it out. Which names
-a space gives to which modules stands in the space's own file.
+sizes, so that the outputs of all ops on an edge can be added. No op changes its input in place, as
+many edges read a state. Definitions: Liu et al. (2019), arXiv 1806.09055, and Dong & Yang (2020),
+arXiv 2001.00326. ``none`` is not a module; the holder of an edge omits it. The file of each space
+maps names to modules.
 
-A supernet computes what the edges that leave one state have in common once (:func:`node_states`):
+A supernet computes once what the edges that leave a state have in common (:func:`node_states`):
 they share the ReLU and the pools, and their kernels are stacked into one call of
-``fednas_flwr.base.layers``, with the result of the modules.
+``fednas_flwr.base.layers``. The result is that of the single modules.
 
 Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O ops.
 """
@@ -29,14 +29,14 @@ from fednas_flwr.settings.registry import TABLES
 
 MAX_GROUPS = 8
 Compute = Callable[[nn.Module, Tensor], Tensor]
-OpWeights = Mapping[str, Tensor] | None  # [E, O] by kind of cell; None: one op on each edge
+OpWeights = Mapping[str, Tensor] | None  # [E, O] by kind of cell; None: one op per edge
 NOTHING = ("none", "zero")  # ops without a module
 
 
 def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
-    """Return the largest divisor of ``channels`` up to ``most`` that leaves 2 channels a group.
+    """Return the largest divisor of ``channels`` up to ``most`` with at least 2 channels per group.
 
-    One channel has one group. Groups of one channel would normalise a 1x1 feature map to zero.
+    A single channel has one group. Groups of one channel would normalise a 1x1 feature map to zero.
 
     Example:
         >>> [num_groups(channels) for channels in (1, 4, 7, 16, 36)]
@@ -76,7 +76,7 @@ def relu_conv_norm(inputs: int, outputs: int, **how: Any) -> nn.Sequential:
 
 
 def zeroed(linear: nn.Linear) -> nn.Linear:
-    """Return the layer, which begins with zeros."""
+    """Return the layer with its parameters set to zero."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
@@ -85,8 +85,8 @@ def zeroed(linear: nn.Linear) -> nn.Linear:
 class FactorizedReduce(nn.Module):
     """Halve height and width: ReLU, two 1x1 stride-2 convolutions side by side, norm.
 
-    The second convolution reads the pixels that the first one leaves out. Deviation: for odd sizes,
-    where the published code fails, those pixels are one row and column short and zeros are added.
+    The second convolution reads the pixels that the first one skips. Deviation: for odd sizes, with
+    which the published code fails, those pixels are one row and column short and zeros are added.
     The convolutions read a slice, see :func:`every_second`.
     """
 
@@ -111,10 +111,10 @@ class FactorizedReduce(nn.Module):
 
 
 def every_second(x_BCHW: Tensor) -> Tensor:
-    """Return every second row and column: what a 1x1 convolution of stride 2 reads.
+    """Return every second row and column, which a 1x1 convolution of stride 2 reads.
 
-    Of fewer than 8 channels that are innermost in memory, torch 2.15's own such convolution writes
-    beyond its buffers on processors without AVX-512 (oneDNN), which ends the process.
+    With fewer than 8 channels that are innermost in memory, torch 2.15's own such convolution
+    writes beyond its buffers on processors without AVX-512 (oneDNN), which ends the process.
     """
     return x_BCHW[:, :, ::2, ::2]
 
@@ -122,7 +122,7 @@ def every_second(x_BCHW: Tensor) -> Tensor:
 def channels_last(x_BCHW: Tensor) -> Tensor:
     """Return the same tensor with channels innermost in memory, a layout that later ops keep.
 
-    Convolutions on CPU need .6 to .8 of the time then. Written as permutations because
+    Convolutions on CPU then need .6 to .8 of the time. The function uses permutations because
     ``contiguous(memory_format=...)`` does not work under ``torch.vmap``.
     """
     return x_BCHW.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
@@ -141,7 +141,7 @@ def drop_path(x: Tensor, probability: float) -> Tensor:
 
 
 def add_all(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of one or more tensors, without an intermediate stack of them."""
+    """Return the sum of one or more tensors, without stacking them."""
     return functools.reduce(torch.add, terms)
 
 
@@ -158,10 +158,10 @@ def summed_states(
     Args:
         inputs: States of the first nodes.
         edges: (source, target) of every edge.
-        compute: Computes an edge, given by its index, from the state of its source; None is left
-            out.
-        nodes: The nodes that are no inputs; each is the sum of its edges.
-        empty: State of a node without any.
+        compute: Computes an edge, given by its index, from the state of its source; a result of
+            None is omitted.
+        nodes: The nodes that are not inputs; each is the sum of its edges.
+        empty: State of a node without edges.
     """
     states: list[Any] = list(inputs)
     for node in nodes:
@@ -183,14 +183,14 @@ def discrete_states(
     nodes: range,
     drop_path_prob: float,
 ) -> list[Tensor]:
-    """Compute the states of a discrete cell (:func:`summed_states`), zero without an edge.
+    """Compute the states of a discrete cell (:func:`summed_states`); without edges they are 0.
 
     Args:
         inputs: States of the first nodes.
         edges: (source, target) of every edge.
-        ops: The module of every edge; None is left out.
-        nodes: The nodes that are no inputs.
-        drop_path_prob: Of every edge but identities, see :func:`drop_path`.
+        ops: The module of every edge; None is omitted.
+        nodes: The nodes that are not inputs.
+        drop_path_prob: Probability for every edge except identities, see :func:`drop_path`.
     """
     modules = list(ops)
 
@@ -205,7 +205,7 @@ def discrete_states(
 
 
 class OwnOp(nn.Sequential):
-    """An op that a user has registered, and a norm behind it."""
+    """An op that a user has registered, followed by a norm."""
 
     def __init__(
         self, name: str, channels: int, norm: nn.Module, *, stride: int = 1, sides: Sequence[int]
@@ -213,15 +213,15 @@ class OwnOp(nn.Sequential):
         """Make the op's module.
 
         Args:
-            name: Of the op.
-            channels: Of what it is given and returns.
-            norm: Of so many channels.
+            name: Name of the op.
+            channels: Number of channels of input and output.
+            norm: Norm for this number of channels.
             stride: 1 or 2.
-            sides: Height and width with which it is tried; empty for rows of a table.
+            sides: Height and width with which the op is tried; empty for rows of a table.
 
         Raises:
-            ConfigError: There is none of this name, it fails, its output is of another shape, or,
-                where the norm is for private training, a record depends on the others.
+            ConfigError: There is no op with this name, it fails, its output has another shape or,
+                if the norm is for private training, a record depends on the others.
         """
         check_choice("op", name, TABLES["op"])
         expected = (2, channels, *(-(-side // stride) for side in sides))
@@ -239,10 +239,10 @@ class OwnOp(nn.Sequential):
 def tried(
     what: str, make: Callable[..., nn.Module], arguments: Sequence[Any], x: Tensor
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """A module of the user's own in evaluation mode, what it makes of x, and of its first row.
+    """A user's own module in evaluation mode, and its outputs for x and for the first row of x.
 
     Raises:
-        ConfigError: It fails.
+        ConfigError: The module fails.
     """
     try:
         module = make(*arguments).eval()
@@ -253,26 +253,26 @@ def tried(
 
 
 class Choice(nn.Module):
-    """Candidate ops of which a network computes one, or the weighted sum of all.
+    """Candidate ops; a network computes one of them, or the weighted sum of all.
 
     Attributes:
-        names: Of the ops, by column; None for a column without an op.
+        names: Names of the ops by column; None for a column without an op.
         ops: The modules by name, without those of ``NOTHING``.
     """
 
     def __init__(self, names: Sequence[str | None], make: Callable[[str], nn.Module]) -> None:
-        """Make the modules.
+        """Build the modules.
 
         Args:
-            names: In the order of the weights.
-            make: Returns the module of a name; not called for those of ``NOTHING``.
+            names: Names in the order of the weights.
+            make: Returns the module for a name; it is not called for names in ``NOTHING``.
         """
         super().__init__()
         self.names = list(names)
         self.ops = nn.ModuleDict({op: make(op) for op in names if op and op not in NOTHING})
 
     def op(self, column: int) -> nn.Module | None:
-        """Return the module of a column; None where it has none."""
+        """Return the module of a column; None if it has none."""
         name = self.names[column]
         return self.ops[name] if name and name in self.ops else None
 
@@ -298,8 +298,9 @@ def node_states(
 
     Args:
         inputs: States of the first nodes.
-        edges: (source, target) of every edge; every later node has one.
-        leave: From a state and the indices of the edges that leave it to their outputs [B, E, ...].
+        edges: (source, target) of every edge; every later node has at least one.
+        leave: Function from a state and the indices of the edges that leave it to their outputs [B,
+            E, ...].
     """
     states, last = list(inputs), max(target for _, target in edges)
     incoming: dict[int, list[Tensor]] = {node: [] for node in range(last + 1)}
@@ -314,9 +315,10 @@ def node_states(
 
 
 def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
-    """Return the channels normalised by norms without affine part, each on its share of them.
+    """Return the channels normalised by norms without affine part, each on its share of channels.
 
-    The running statistics of batch norms, which all train or none, move as they would one by one.
+    Either all or none of the batch norms train. Their running statistics move as they would one by
+    one.
     """
     first = modules[0]
     if isinstance(first, nn.GroupNorm):
@@ -324,7 +326,7 @@ def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
     momentum = first.momentum
-    if momentum is None:  # as torch's own: the mean over all batches
+    if momentum is None:  # as in torch: the mean over all batches
         momentum = 1 / (int(first.num_batches_tracked) + 1)
     out = F.batch_norm(
         x_BCHW, mean, variance, training=first.training, momentum=momentum, eps=first.eps
@@ -340,14 +342,14 @@ def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
 
 
 def own_parts(edges: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Sequence[str]]]:
-    """Outputs of the ops that users have registered on the edges of a state, for :func:`mix`."""
+    """Outputs, for :func:`mix`, of users' registered ops on the edges of a state."""
     user_ops = [name for name in edges[0].names if name in TABLES["op"]]
     outs = [torch.stack([edge.ops[name](x) for edge in edges], dim=1) for name in user_ops]
     return [(out[:, None], [name]) for out, name in zip(outs, user_ops, strict=True)]
 
 
 def max_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:
-    """Return 3x3 maxima, computed with all channels innermost in memory, at .2 of the cost."""
+    """Return 3x3 maxima, computed with all channels innermost in memory, which costs .2 as much."""
     batch, channels, height, width = x_BCHW.shape
     side_by_side = x_BCHW.reshape(1, batch * channels, height, width)
     out = F.max_pool2d(side_by_side.contiguous(memory_format=torch.channels_last), 3, stride, 1)
@@ -381,16 +383,16 @@ def mix(
 
 
 class SkipNetwork(nn.Module):
-    """A network that can have a linear classifier on its input beside all else that it computes.
+    """A network that can have an additional linear classifier on its input.
 
-    With features that suit a linear model and much noise, it carries what deeper layers cannot
-    learn.
+    With much noise and features that suit a linear model, the classifier learns what deeper layers
+    cannot.
 
     Attributes:
-        skip: The classifier, whose logits are added; None for none.
-        drop_path_prob: Probability of drop-path, in [0, 1), on every edge but identities, on every
-            block with a residual connection; a trainer raises it from 0.
-        takes_stack: True of supernets' bodies whose weights come from ``base.layers.stacked``.
+        skip: The classifier, whose logits are added; None if there is none.
+        drop_path_prob: Probability of drop-path, in [0, 1), on every edge except identities, or on
+            every block with a residual connection; a trainer raises it from 0.
+        takes_stack: True for supernets' bodies whose weights come from ``base.layers.stacked``.
     """
 
     def __init__(self) -> None:
@@ -402,7 +404,7 @@ class SkipNetwork(nn.Module):
 
     @property
     def dropped(self) -> float:
-        """Probability of drop-path at the moment: 0 in evaluation mode."""
+        """Current probability of drop-path, which is 0 in evaluation mode."""
         return self.drop_path_prob if self.training else 0.0
 
     def choices(self) -> list[Choice]:
@@ -410,11 +412,11 @@ class SkipNetwork(nn.Module):
         return [module for module in self.modules() if isinstance(module, Choice)]
 
     def joined(self, logits: Tensor, x: Tensor, compute: Compute = called) -> Tensor:
-        """Return the logits [B, classes] after adding the skip's.
+        """Return the logits [B, classes] plus those of the skip.
 
         Args:
-            logits: Those of everything else.
-            x: What the network was called with, [B, ...].
+            logits: Logits of the rest of the network.
+            x: Input of the network, [B, ...].
             compute: Computes the skip.
         """
         return logits if self.skip is None else logits + compute(self.skip, x.flatten(1))

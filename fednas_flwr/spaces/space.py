@@ -1,8 +1,9 @@
-"""Interface of every search space, and the supernet that all of them share.
+"""The interface of every search space, and the supernet that all of them share.
 
 A space is a frozen dataclass of its sizes, a :class:`SearchSpace`. Its relaxed network is a
-:class:`Supernet`: the architecture parameters (alphas) beside a body that holds all weights. A new
-space writes a body and a discrete network; the ways between alphas and genotypes are here.
+:class:`Supernet`: the architecture parameters (alphas) and a body that holds all weights. A new
+space implements a body and a discrete network; the conversions between alphas and genotypes are
+here.
 
 Tensor suffixes: B batch, E edges of a cell, O ops.
 """
@@ -25,15 +26,15 @@ from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.spaces.operations import OpWeights, SkipNetwork, zeroed
 
 ALPHA_STD = 1e-3
-CELL = "cell"  # the kind of cell, where there is only one
+CELL = "cell"  # the kind of cell, if there is only one
 AXES = {"images": ("channels", "height", "width"), "tables": ("features",)}
 
 
 class Alphas(nn.ParameterDict):
     """The architecture parameters: one tensor [edges, ops] per kind of cell.
 
-    Calling it returns them by kind. A module of its own, so that they are in the state_dict
-    (``alphas.<kind>``) and can be exchanged by ``torch.func.functional_call`` like any parameter.
+    Calling it returns them by kind. It is a module, so that they are in the state_dict
+    (``alphas.<kind>``) and can be replaced in ``torch.func.functional_call`` like any parameter.
     """
 
     def __call__(self) -> dict[str, nn.Parameter]:  # type: ignore[override]
@@ -50,7 +51,7 @@ class Supernet(nn.Module):
     """
 
     def __init__(self, body: SkipNetwork, *, num_edges: Mapping[str, int], num_ops: int) -> None:
-        """Put alphas beside a body, ``1e-3 * randn`` of torch's global generator.
+        """Combine a body with alphas, ``1e-3 * randn`` from torch's global generator.
 
         Args:
             body: Module with ``forward(x, op_weights)``.
@@ -61,7 +62,7 @@ class Supernet(nn.Module):
         self.body = body
         alphas = {k: torch.empty(edges, num_ops) for k, edges in num_edges.items()}
         for alpha in alphas.values():
-            if not alpha.is_meta:  # of which torch would import its compiler, which takes a second
+            if not alpha.is_meta:  # for meta, torch would import its compiler, which takes 1 s
                 alpha.copy_(ALPHA_STD * torch.randn(alpha.shape))
         self.alphas = Alphas(alphas)
 
@@ -75,10 +76,10 @@ class Supernet(nn.Module):
         return dict(self.body.named_parameters(prefix="body"))
 
     def path_weights(self, path: Sequence[int]) -> dict[str, nn.Parameter]:
-        """Return the weights that one path computes with: its ops' and those that all paths share.
+        """Return the weights with which a path computes: its ops' and those that all paths share.
 
         Args:
-            path: For every edge, or block, the column of its op; the same in every cell.
+            path: The column of the op of every edge, or block; the same in every cell.
         """
         choices = self.body.choices()
         chosen = [edge.op(column) for edge, column in zip(choices, cycle(path), strict=False)]
@@ -91,9 +92,9 @@ class Supernet(nn.Module):
 
         Args:
             x: Examples [B, ...].
-            op_weights: Per kind of cell the weight of every op on every edge, [E, O], or one
-                set per example, [B, E, O], through which per-example gradients of the alphas
-                can be taken; None means ``softmax(alphas)``.
+            op_weights: For each kind of cell, the weight of every op on every edge, [E, O], or one
+                set per example, [B, E, O], which allows per-example gradients of the alphas; None
+                means ``softmax(alphas)``.
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
@@ -102,26 +103,26 @@ class Supernet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace(parser.Checked):
-    """A set of architectures: its relaxation, its discrete networks and the way between them.
+    """A set of architectures, with its relaxation, its discrete networks and the way between them.
 
-    As it stands here, a network has one op on each edge of each kind of cell. A space gives the
-    class variables, :meth:`body` and :meth:`discrete`.
+    By default a network has one op on each edge of each kind of cell. A space defines the class
+    variables, :meth:`body` and :meth:`discrete`.
 
     Attributes:
-        name: The name users choose the space by; the ``space`` of its genotypes.
-        inputs: Kind of examples, one of ``AXES``.
-        ops: Names of the candidate ops, in the order of an alpha row.
+        name: The name by which users choose the space; also the ``space`` of its genotypes.
+        inputs: Kind of examples, a key of ``AXES``.
+        ops: Names of the candidate ops, in the order of a row of alphas.
         kinds: Kinds of cell.
         edges: (source, target) of the edges of a cell with alphas.
-        routes: Ways through the cell, as positions of edges, along each of which some op must have
-            weights for there to be something to train; None where every edge is one.
+        routes: Routes through the cell, as positions of edges; there is something to train only if
+            some op on a route has weights. None if every edge is a route.
         has_auxiliary: True if networks can have a second classifier.
         input_shape: Shape of one example.
         num_classes: Number of classes.
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
-        skip: Addition to the logits of every network: ``none``, or those of a ``linear``
+        skip: Addition to the logits of every network: ``none``, or the logits of a ``linear``
             classifier on the input, which begins with zeros.
-        own_ops: Names of further ops, which users have registered; they follow the ``ops``.
+        own_ops: Names of further ops that users have registered; they follow ``ops``.
     """
 
     name: ClassVar[str]
@@ -159,7 +160,7 @@ class SearchSpace(parser.Checked):
 
     @property
     def outputs(self) -> range:
-        """The nodes that a cell's output is made of: here the last alone."""
+        """The nodes of which a cell's output consists; by default only the last."""
         last = self.edges[-1][1]
         return range(last, last + 1)
 
@@ -170,7 +171,7 @@ class SearchSpace(parser.Checked):
     def discrete(self, genotype: Genotype, *, auxiliary: bool) -> SkipNetwork:
         """Build the newly initialised network of a genotype of this space, which has been checked.
 
-        ``auxiliary`` is False of spaces without such a head.
+        ``auxiliary`` is False for spaces without such a head.
         """
         raise NotImplementedError
 
@@ -181,7 +182,7 @@ class SearchSpace(parser.Checked):
 
     @property
     def offered(self) -> list[list[int]]:
-        """For every edge the columns of the ops that it offers."""
+        """The columns of the ops that each edge offers."""
         return [list(range(len(self.ops)))] * len(self.edges)
 
     def supernet(self) -> Supernet:
@@ -190,14 +191,14 @@ class SearchSpace(parser.Checked):
         return Supernet(body, num_edges=self.cell_kinds, num_ops=len(self.ops))
 
     def network(self, genotype: Genotype, *, auxiliary: bool = False) -> SkipNetwork:
-        """Build the newly initialised discrete network of the space's sizes, to be trained.
+        """Build a newly initialised discrete network with the space's sizes, to be trained.
 
-        Its forward returns logits; in train mode with an auxiliary head a pair, logits and
+        Its forward returns logits or, in train mode with an auxiliary head, a pair of logits and
         auxiliary logits. A trainer sets its attribute ``drop_path_prob``. Its method ``chain()``
         returns the modules that compute one after the other, from the stem to the last cell.
 
         Args:
-            genotype: Its cells.
+            genotype: Genotype of the network.
             auxiliary: True if a second classifier is added.
 
         Raises:
@@ -211,13 +212,13 @@ class SearchSpace(parser.Checked):
         return self._with_skip(self.discrete(genotype, auxiliary=auxiliary))
 
     def derive(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Find the architecture that the alphas stand for, which is never degenerate.
+        """Return the architecture that the alphas represent, which is never degenerate.
 
-        If :meth:`likeliest` is, the most likely ops that are not take their place
-        (``cell_graph.nearest_trained``).
+        If the result of :meth:`likeliest` is degenerate, it is replaced by the most likely ops that
+        are not (``cell_graph.nearest_trained``).
 
         Raises:
-            ValueError: If kinds or shapes are wrong or an alpha is not finite.
+            ValueError: Kinds or shapes are wrong, or an alpha is not finite.
         """
         if set(alphas) != set(self.kinds):
             raise ValueError(f"expected alphas for {sorted(self.kinds)}, got {sorted(alphas)}")
@@ -231,9 +232,9 @@ class SearchSpace(parser.Checked):
         return self._nearest(genotype, alphas) if self.is_degenerate(genotype) else genotype
 
     def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Find the genotype with the op of the largest alpha on every edge; ties to the lowest."""
+        """Return the genotype with the largest alpha's op on every edge; ties go to the lowest."""
         rows = alphas[self.kinds[0]].detach().tolist()
-        # max() keeps the first of equals, which torch.argmax does not promise.
+        # max() keeps the first of equals, which torch.argmax does not guarantee.
         pairs = zip(rows, self.offered, strict=True)
         return self.genotype(max(columns, key=row.__getitem__) for row, columns in pairs)
 
@@ -244,14 +245,14 @@ class SearchSpace(parser.Checked):
         return genotype
 
     def draw(self, generator: torch.Generator) -> Genotype:
-        """Draw a genotype uniformly, which may be degenerate."""
+        """Draw a genotype uniformly; it may be degenerate."""
         return self.genotype(
             columns[int(torch.randint(len(columns), (), generator=generator))]
             for columns in self.offered
         )
 
     def is_degenerate(self, genotype: Genotype) -> bool:
-        """Tell whether nothing in the cells can be trained, see ``cell_graph``."""
+        """Return True if nothing in the cells can be trained, see ``cell_graph``."""
         cells = genotype.cells.values()
         return not any(has_weights(edges, outputs=self.outputs) for edges in cells)
 
@@ -261,14 +262,14 @@ class SearchSpace(parser.Checked):
         return Genotype(space=self.name, cells={self.kinds[0]: tuple(edges)})
 
     def path(self, genotype: Genotype) -> list[int]:
-        """List for every edge of the only cell its op's column; raises as :meth:`check`."""
+        """Return the column of the op on every edge of the only cell; raises like :meth:`check`."""
         self.check(genotype)
         return [self.ops.index(edge.op) for edge in genotype.cells[self.kinds[0]]]
 
     def check(self, genotype: Genotype) -> None:
         """Raise ConfigError unless the genotype belongs to this space, in its canonical order.
 
-        Degenerate ones do: a user may train one.
+        Degenerate ones do belong: a user may train one.
         """
         if genotype.space != self.name:
             raise ConfigError(
@@ -303,7 +304,7 @@ class SearchSpace(parser.Checked):
                 )
 
     def _nearest(self, genotype: Genotype, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Change ops of a degenerate genotype to the likeliest that are not degenerate."""
+        """Replace ops of a degenerate genotype by the likeliest that are not degenerate."""
         places = [(kind, edge) for kind, edges in genotype.cells.items() for edge in edges]
         rows = {kind: alphas_EO.detach().tolist() for kind, alphas_EO in alphas.items()}
         path = nearest_trained(

@@ -1,9 +1,9 @@
-"""Cells that read the outputs of the two cells before, and the networks that they are stacked to.
+"""Cells that read the outputs of the two cells before, and the networks stacked from them.
 
-Liu et al. (2019), arXiv 1806.09055: a cell is a graph of edges between nodes, the first two its
-inputs; normal cells keep the size, a reduction cell changes it. A supernet's cells have all edges
-with all ops, those of a derived network two edges per node with one op each. :class:`TwoInputSpace`
-is the base of such spaces, of which each has ops and sizes of its own.
+Liu et al. (2019), arXiv 1806.09055: a cell is a graph of edges between nodes, the first two of
+which are its inputs; normal cells keep the size, a reduction cell changes it. A supernet's cells
+have all edges with all ops, those of a derived network two edges per node with one op each.
+:class:`TwoInputSpace` is the base of such spaces; each has its own ops and sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fednas_flwr.spaces import operations
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.spaces.space import SearchSpace
 
-INTO_NODE = 2  # edges that a genotype keeps
+INTO_NODE = 2  # edges into a node that a genotype keeps
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class CellPlan:
     """Sizes of one cell, in channels or units.
 
     Attributes:
-        before: Width of the output of the cell before the last.
-        last: Width of the last cell's output.
+        before: Width of the output of the cell before the preceding one.
+        last: Width of the preceding cell's output.
         width: Width of the cell's nodes.
         kind: ``normal`` or ``reduction``.
-        after_reduction: True if the last cell is a reduction cell.
+        after_reduction: True if the preceding cell is a reduction cell.
     """
 
     before: int
@@ -48,23 +48,23 @@ class CellPlan:
 
 
 class TwoInputSpace(SearchSpace):
-    """Spaces with a normal and a reduction cell, in which a genotype keeps two edges into a node.
+    """A space with a normal and a reduction cell, in which a genotype keeps two edges into a node.
 
-    The first op is ``none``, which no genotype has; a cell's output is all of its nodes that are no
-    inputs (Liu et al. 2019, arXiv 1806.09055).
+    The first op is ``none``, which no genotype has; a cell's output consists of all of its nodes
+    that are not inputs (Liu et al. 2019, arXiv 1806.09055).
     """
 
     kinds = ("normal", "reduction")
-    search_cell: ClassVar[type[SearchCell]]  # with all ops on all edges
-    growth: ClassVar[float]  # of the width of nodes, at a reduction cell
-    parts: ClassVar[int]  # into which reduction cells divide the chain of cells
-    takes_stack: ClassVar[bool] = False  # supernets compute by ``base.layers.computed``
+    search_cell: ClassVar[type[SearchCell]]  # cell with all ops on all edges
+    growth: ClassVar[float]  # factor of the nodes' width at a reduction cell
+    parts: ClassVar[int]  # number of parts into which reduction cells divide the chain
+    takes_stack: ClassVar[bool] = False  # True if supernets compute by ``base.layers.computed``
 
     channels: int
     num_cells: int
 
     def stem(self, *, affine: bool) -> tuple[nn.Module, int]:
-        """Build what stands before the first cell, which by default reads the record itself.
+        """Build the module before the first cell; by default that cell reads the record itself.
 
         Returns:
             The module, and the width of its output.
@@ -72,18 +72,18 @@ class TwoInputSpace(SearchSpace):
         return nn.Identity(), self.input_shape[0]
 
     def preprocess(self, inputs: int, width: int, *, affine: bool, halves: bool) -> nn.Module:
-        """Build what brings one of a cell's inputs to its width, and with ``halves`` to its size.
+        """Build the module that brings an input to the cell's width and, with ``halves``, its size.
 
         ``affine`` is False in supernets, whose norms have no weights.
         """
         raise NotImplementedError
 
     def operation(self, op: str, plan: CellPlan, *, source: int, affine: bool) -> nn.Module:
-        """Build an op (every name but ``none``) on an edge from a node."""
+        """Build an op (any name except ``none``) on an edge from a node."""
         raise NotImplementedError
 
     def plans(self, stem_width: int) -> list[CellPlan]:
-        """The sizes of all cells, of which the first reads an output of some width."""
+        """The sizes of all cells; the first one reads an output of width ``stem_width``."""
         plans: list[CellPlan] = []
         before, last, width, after_reduction = stem_width, stem_width, self.channels, False
         reductions = [part * self.num_cells // self.parts for part in range(1, self.parts)]
@@ -104,12 +104,12 @@ class TwoInputSpace(SearchSpace):
         return CellNetwork(self, genotype.cells, auxiliary=auxiliary)
 
     def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
-        """Find the genotype of the strongest edges (Liu et al. 2019, section 2.4).
+        """Return the genotype of the strongest edges (Liu et al. 2019, section 2.4).
 
         Every node keeps the two incoming edges whose best op other than ``none`` has the largest
         softmax weight, each with that op. Ties go to the lowest op and the lowest source.
-        Deviation, of :meth:`derive`: if none of these ops has weights, the edge on which it costs
-        the least log-probability takes its strongest op that has.
+        Deviation in :meth:`derive`: if none of these ops has weights, the edge on which the change
+        costs the least log-probability takes its strongest op with weights.
         """
         return Genotype(self.name, {kind: self._strongest(alphas[kind]) for kind in self.kinds})
 
@@ -127,7 +127,7 @@ class TwoInputSpace(SearchSpace):
         return tuple(chosen)
 
     def draw(self, generator: torch.Generator) -> Genotype:
-        """Draw two distinct sources per node and any op but ``none`` on each, uniformly."""
+        """Draw two distinct sources per node and any op except ``none`` on each, uniformly."""
         cells = {}
         for kind in self.kinds:
             edges = []
@@ -155,7 +155,7 @@ class TwoInputSpace(SearchSpace):
 class CellNetwork(operations.SkipNetwork):
     """Stem, cells, global pool and classifier: a supernet's body, or a network to be trained.
 
-    The paper raises ``drop_path_prob`` to .2, linearly over the epochs.
+    The paper raises ``drop_path_prob`` linearly over the epochs, to .2.
     """
 
     def __init__(
@@ -168,8 +168,9 @@ class CellNetwork(operations.SkipNetwork):
         """Build the network.
 
         Args:
-            space: Its sizes.
-            cells: The edges of each kind of cell, which the space has checked; None is all.
+            space: Space with the network's sizes.
+            cells: The edges of each kind of cell, which the space has checked; None means all
+                edges.
             auxiliary: True if a second classifier is added.
         """
         super().__init__()
@@ -198,7 +199,7 @@ class CellNetwork(operations.SkipNetwork):
 
         Args:
             x: Examples [B, ...].
-            op_weights: Of a supernet, as in :class:`~fednas_flwr.spaces.space.Supernet`.
+            op_weights: Op weights of a supernet, as in :class:`~fednas_flwr.spaces.space.Supernet`.
         """
         compute = computed if self.takes_stack else called
         auxiliary_logits = None
@@ -234,7 +235,7 @@ class SearchCell(TwoInputCell):
     """A cell with all ops on all edges."""
 
     def __init__(self, space: TwoInputSpace, plan: CellPlan) -> None:
-        """Build the modules for both inputs; a subclass those of the edges."""
+        """Build the modules for both inputs; a subclass builds those of the edges."""
         super().__init__(space, plan, affine=False)
         self.pairs = space.edges
 

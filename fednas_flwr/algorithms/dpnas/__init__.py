@@ -19,16 +19,18 @@ class DPNASSettings(AlgorithmSettings):
 
     Attributes:
         sampler: The sampler of candidates: ``controller`` or ``random``.
-        trained_candidates: Per round, each for ``local_steps`` steps.
-        rewarded_candidates: Per round, measured on validation records.
-        final_candidates: Number of candidates of which the best is found.
-        warm_up_rounds: First rounds, in which nothing is measured and the sampler does not learn.
+        trained_candidates: Candidates that are trained per round, each for ``local_steps`` steps.
+        rewarded_candidates: Candidates that are measured on validation records per round.
+        final_candidates: Number of candidates that are measured at the end; the best of them is the
+            result.
+        warm_up_rounds: Number of first rounds in which nothing is measured and the sampler does not
+            learn.
         local_steps: Steps of every trained candidate.
         batch_size: Records per step of a client.
         weights: The weights' optimiser.
         controller: Constants of the sampler ``controller``.
-        dp_aware: Null trains plainly; with privacy the noise of ``privacy.weights`` takes its
-            place.
+        dp_aware: DP-SGD's clipping and noise as a regulariser, with no claim of privacy; null
+            trains plainly. With privacy the noise of ``privacy.weights`` takes its place.
     """
 
     sampler: Annotated[str, parser.OneOf(SAMPLERS)]
@@ -43,7 +45,7 @@ class DPNASSettings(AlgorithmSettings):
     controller: opt.ControllerSettings
 
     def check(self, config: Config) -> None:
-        """Refuse other spaces than that of DPNAS, and statistics of batches."""
+        """Refuse search spaces other than that of DPNAS, and batch norm."""
         space = config.search_space
         if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
             raise ConfigError(

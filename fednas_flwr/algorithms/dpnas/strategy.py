@@ -15,32 +15,33 @@ from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 
 class DPNAS(RoundStrategy[DPNASSettings]):
-    """Cheng et al. (2022), DPNAS, arXiv 2110.08557, Alg. 1; its central case is one client.
+    """Cheng et al. (2022), DPNAS, arXiv 2110.08557, Alg. 1; one client is the paper's central case.
 
     A round samples candidates, which every client trains one after the other on the shared weights
-    (``train.candidate``, lines 4 to 8), and averages the weights by N_k / N. Then it samples others
-    and asks for their accuracy on validation records (``evaluate.candidates``), of which the
-    controller learns (lines 9 to 13); in the warm-up rounds it does not. After the last round the
-    best of ``final_candidates`` samples, by the same measurement, is what is found. Messages carry
-    the weights of the paths that they are about; all others stay as they are.
+    (``train.candidate``, lines 4 to 8), and averages the weights by N_k / N. After the warm-up it
+    then samples other candidates and asks for their accuracy on validation records
+    (``evaluate.candidates``), from which the controller learns (lines 9 to 13). After the last
+    round the result is the best of ``final_candidates`` samples by the same measurement. Messages
+    carry only the weights of the sampled paths; all others stay as they are.
 
-    Deviations: one step of the controller has several candidates, since an exchange costs seconds,
-    each measured on all validation records instead of a batch of 64; the authors' code ranks on
+    Deviations: one step of the controller has several candidates, since an exchange costs seconds.
+    Each is measured on all validation records instead of a batch of 64. The authors' code ranks on
     test records, which are never used here.
 
-    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, with no claim. With ``privacy=dp``
-    the noise of the releases takes its place. The samples of a round come from (seed, round).
+    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, without any claim of privacy. With
+    ``privacy=dp`` the noise of the releases takes its place. A round's samples come from (seed,
+    round).
     """
 
     def __init__(self, network: Supernet, *args: Any, **parts: Any) -> None:
-        """Keep the supernet, which says what the paths consist of."""
+        """Keep the supernet, from which the tensors of each path are read."""
         self.supernet = network
         super().__init__(network, *args, **parts)
 
     def set_up(self) -> None:
         """Make the sampler; paths are sampled without alphas."""
         for states in (self.states, self.layouts):
-            del states["alphas"]  # paths are sampled without
+            del states["alphas"]  # paths are sampled without them
         self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
@@ -88,7 +89,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """The releases of candidates' steps, and of rewards; the last round measures twice."""
+        """The releases of candidates' steps and of rewards; the last round measures once more."""
         steps = settings.trained_candidates * settings.local_steps
         planned = private.gradients({"weights": "train.candidate"}, steps=steps)
         learns = private.number > settings.warm_up_rounds

@@ -1,4 +1,4 @@
-"""FDNAS and CFDNAS: federated ProxylessNAS by weighted averaging, of all or of groups."""
+"""FDNAS and CFDNAS: federated ProxylessNAS by weighted averaging, over all clients or groups."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,9 +21,10 @@ class FDNASSettings(LocalEpochs):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
 
     Attributes:
-        warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
+        warm_up_rounds: Number of first rounds, in which weights are trained on uniformly drawn
+            paths and alphas stay fixed.
         alphas: The alphas' optimiser.
-        hardware: Hardware loss of the alphas; null has none.
+        hardware: Hardware loss of the alphas; null adds none.
     """
 
     warm_up_rounds: opt.CountOrZero
@@ -31,13 +32,13 @@ class FDNASSettings(LocalEpochs):
     hardware: Hardware | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude decay of the alphas."""
+        """Refuse weight decay of the alphas."""
         decay = self.alphas.weight_decay
         reason = "0: ops that are not sampled must keep their probabilities"
         yield within(decay == 0, "alphas.weight_decay", decay, reason)
 
     def check(self, config: Config) -> None:
-        """Refuse other spaces than that of blocks."""
+        """Refuse search spaces other than that of blocks."""
         if searches(config) and not isinstance(config.search_space, BlockSpace):
             raise ConfigError(
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
@@ -47,18 +48,18 @@ class FDNASSettings(LocalEpochs):
 
 @dataclass(frozen=True)
 class CFDNASSettings(AlgorithmSettings):
-    """CFDNAS: FDNAS of all clients, then in each group of clients, with its own hardware loss.
+    """CFDNAS: FDNAS over all clients, then in each group of clients with its own hardware loss.
 
     Attributes:
-        group_by: ``tag`` or ``hardware``, which each client tells of itself, or ``alphas``: similar
-            updates of the alphas, see ``pipeline.groups``.
+        group_by: ``tag`` or ``hardware``, which each client states about itself, or ``alphas``,
+            which puts clients with similar updates of the alphas together, see ``pipeline.groups``.
         num_groups: Number of groups, for ``alphas``; else null.
-        inherit: If true, groups start from the supernet of all clients; false is naive-CFDNAS,
-            which leaves that search out.
+        inherit: If true, groups start from the supernet that all clients have searched together;
+            false is naive-CFDNAS, which omits that search.
         group_rounds: Rounds of search in each group.
-        client_tags: Tags of simulated clients, by index, to group them by ``tag``; real nodes tell
+        client_tags: Tags of simulated clients, by index, to group them by ``tag``; real nodes state
             their own.
-        group_hardware: Hardware loss of a group, by its name; other groups have none.
+        group_hardware: Hardware loss of each named group; other groups have none.
         search: The clients' search.
     """
 
@@ -71,7 +72,7 @@ class CFDNASSettings(AlgorithmSettings):
     search: FDNASSettings
 
     def check(self, config: Config) -> None:
-        """Refuse what FDNAS does, and groups by alphas that rest."""
+        """Refuse what FDNAS refuses, and groups by alphas that never move."""
         warm_up = self.search.warm_up_rounds
         if self.num_groups is not None:
             groups = [str(number) for number in range(1, self.num_groups + 1)]
@@ -91,12 +92,12 @@ class CFDNASSettings(AlgorithmSettings):
         self.search.check(config)
 
     def whole_search(self, config: Config) -> Config:
-        """The configuration of a run of FDNAS with all rounds, of all clients and of a group."""
+        """The configuration of an FDNAS run with the rounds of all clients and those of a group."""
         rounds = self.group_rounds + (config.rounds if self.inherit else 0)
         return replace(config, algorithm=self.search, rounds=rounds)
 
     def check_groups(self, config: Config) -> None:
-        """Refuse groups that cannot come about; real nodes tell their own tags."""
+        """Refuse groups that cannot be formed; real nodes state their own tags."""
         if self.num_groups is not None and self.num_groups > config.clients:
             raise ConfigError(
                 f"algorithm.num_groups={self.num_groups} with clients={config.clients}: expected "
@@ -117,7 +118,7 @@ class CFDNASSettings(AlgorithmSettings):
 
 
 def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:
-    """The hardware losses of an algorithm, of all groups."""
+    """The hardware losses of an algorithm, including those of all groups."""
     if isinstance(settings, CFDNASSettings):
         return [*all_hardware(settings.search), *settings.group_hardware.values()]
     if isinstance(settings, FDNASSettings) and settings.hardware is not None:
@@ -126,10 +127,10 @@ def all_hardware(settings: AlgorithmSettings) -> list[Hardware]:
 
 
 def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
-    """The group that a client says it is in, which also names a folder.
+    """The group that a client states; it also names a folder.
 
     Raises:
-        ConfigError: It says nothing, or what names no folder.
+        ConfigError: The client states no group, or one that cannot name a folder.
     """
     label = properties.get(name)
     if not isinstance(label, str) or not label:
@@ -137,7 +138,7 @@ def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
             f"algorithm.group_by={name}, but client {client} has no {name}: give the node a "
             "tag in its --node-config, or simulated clients algorithm.client_tags=[...]."
         )
-    # in UTF-8 up to 240 bytes, where file systems take 255
+    # up to 240 bytes in UTF-8; file systems allow 255
     if not re.fullmatch(r"[\w .-]{1,60}", label) or label.startswith("."):
         raise ConfigError(
             f"group {show(label)!r} cannot name a folder: expected up to 60 letters, digits, "
@@ -180,7 +181,7 @@ register(
         ),
         needs={
             "algorithm.group_by=tag": "algorithm.client_tags",
-            "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all together
+            "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of the joint search
         },
     ),
 )

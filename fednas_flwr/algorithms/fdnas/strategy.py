@@ -23,14 +23,14 @@ class FDNAS(RoundStrategy[FDNASSettings]):
     Weights and alphas are averaged alike.
 
     Attributes:
-        keeps_updates: True if ``values`` hold by how much each client has moved the alphas, by
-            which CFDNAS can group clients; set before the first round.
+        keeps_updates: True if ``values`` record how far each client has moved the alphas, by which
+            CFDNAS can group clients; set before the first round.
     """
 
     keeps_updates = False
 
     def set_up(self) -> None:
-        """Make the hardware loss."""
+        """Create the hardware loss."""
         self._hardware = hardware_loss(self.settings.hardware, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
@@ -39,13 +39,13 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         return self.search_locally(server_round, num_rounds, paths=paths)
 
     def average(self, replies: Replies) -> tuple[dict[str, Packed], Metrics]:
-        """Average as :meth:`RoundStrategy.average`, and keep each client's update."""
+        """Average as :meth:`RoundStrategy.average` does; keep each client's update if asked to."""
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
     def updates(self) -> dict[int, Tensor]:
         """The sum of each client's updates of the alphas over the rounds, float64 [A].
 
-        With privacy these are sums of what the client has released, and cost nothing more.
+        With privacy they are sums of what the client has released, and cost nothing more.
         """
         return {
             int(client): torch.tensor(moved, dtype=torch.float64)
@@ -70,7 +70,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     @classmethod
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
-        """Refuse targets that no network reaches, and groups that cannot come about."""
+        """Refuse targets that no network reaches, and groups that cannot be formed."""
         check_hardware(all_hardware(config.algorithm), space)
         if isinstance(config.algorithm, CFDNASSettings):
             config.algorithm.check_groups(config)

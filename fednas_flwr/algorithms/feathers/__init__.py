@@ -12,14 +12,14 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
     """FEATHERS: local epochs whose hyper-parameters a bandit chooses.
 
     Attributes:
-        rule: Rule of the alphas' gradient, as of federated DARTS.
+        rule: Rule of the alphas' gradient, as in federated DARTS.
         local_epochs: Local epochs of every client per round.
         batch_size: Records per step of a client.
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
-        nas_rounds: Rounds of search between two explorations.
-        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
-            rises linearly.
-        loss_bound: Bound on a record's decrease of loss.
+        nas_rounds: Rounds of search from one exploration to the next.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, reached in a
+            linear rise.
+        loss_bound: Bound on the decrease of a record's loss.
         bandit: The bandit's constants.
     """
 

@@ -23,22 +23,22 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     """Seng et al. (2023), Alg. 1: explore configurations, then train with the best one.
 
     Before every ``nas_rounds``-th round the bandit draws kappa configurations, all clients try each
-    from the same states (``train.probe``), and the bandit learns their rewards. With a search
-    space the rounds are those of federated DARTS (search stage); without one they train the
-    weights of a derived network on the clients' train records (evaluation stage, Alg. 3).
+    from the same states (``train.probe``), and the bandit learns their rewards. In the search stage
+    the rounds are those of federated DARTS; in retraining they train the weights of a derived
+    network on the clients' train records (the paper's evaluation stage, Alg. 3).
 
-    Known weakness: the rewards are what each client's own trained model gains on its own records.
-    With skewed labels that is most where a client forgets the others' classes, and high learning
-    rates win, whose models do not average.
+    Known weakness: a reward is the gain of each client's own trained model on its own records. With
+    skewed labels that gain is largest where a client forgets the other clients' classes. High
+    learning rates then win, although their models do not average well.
 
-    Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
-    client for all trials of a phase, so that no client waits for another between them and the
-    states travel once. With privacy, M shrinks with the rewards, which are noise of its size
-    otherwise: after the first phase it is 4 times their running scale, within
+    Deviations: learning rates are not annealed; the bandit lowers them. One message asks a client
+    for all trials of a phase, so that no client waits for another between trials and the states
+    travel once. With privacy, M shrinks with the rewards, as noise proportional to M would
+    otherwise drown them: after the first phase it is 4 times their running scale, kept between
     ``LEAST_LOSS_BOUND`` and ``loss_bound``.
 
-    The draw before a round comes from (seed, stage, round). ``beta_decay`` rises for trials as for
-    the round that follows them; the paper has none.
+    The draw before a round comes from (seed, stage, round). In trials ``beta_decay`` has the value
+    of the round that follows them; the paper has no such regulariser.
     """
 
     def set_up(self) -> None:
@@ -53,7 +53,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             self.clip_norm = self.config.retrain.weights.clip_norm
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
-        """Explore if it is time, then train with the best configuration."""
+        """Explore if an exploration is due, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
         self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
@@ -68,7 +68,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
     def _explore(self, server_round: int) -> None:
-        """Try the configurations that the bandit draws, and let it learn."""
+        """Try the configurations that the bandit draws, and update the bandit."""
         started = time.monotonic()
         sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
@@ -106,8 +106,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     ) -> tuple[list[float], float]:
         """Each configuration's reward (Eq. 5), and the std of the noise on it.
 
-        The clients' mean decreases by validation size. What a client says is held to the bound once
-        more: one client's nonsense must not choose.
+        The mean of the clients' decreases, weighted by validation size. The server clamps each
+        client's values to the bound once more, so that no client's invalid value decides.
         """
         layout = Layout.of({"rewards": torch.zeros(len(configurations))})
         local = self._local(configurations[0])
@@ -155,5 +155,5 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:
-    """True if a round, from 1, begins with an exploration."""
+    """True if a round, numbered from 1, begins with an exploration."""
     return (server_round - 1) % nas_rounds == 0

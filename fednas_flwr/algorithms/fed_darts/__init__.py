@@ -14,10 +14,10 @@ class FedDARTSSettings(LocalEpochs):
     Attributes:
         rule: Rule of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
             ``mixed_level`` of FedNAS, which also sees the training loss.
-        proximal: FedProx' mu, which holds the weights near those that the server has sent.
+        proximal: FedProx' mu, which keeps the weights close to those that the server has sent.
         alphas: The alphas' optimiser.
-        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
-            0 is the papers' form.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, reached in a linear rise.
+            With 0 the algorithm is that of the papers.
     """
 
     rule: opt.Rule

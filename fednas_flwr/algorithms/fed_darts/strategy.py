@@ -1,7 +1,7 @@
-"""Federated DARTS, "DARTS (f)" in FEATHERS' tables, and FedNAS, which is another local rule.
+"""Federated DARTS, "DARTS (f)" in FEATHERS' tables, and FedNAS, which has another local rule.
 
-Every round each client searches for some local epochs from the global weights and alphas, and the
-server averages both with weights N_k / N.
+In every round each client searches for some local epochs from the global weights and alphas, and
+the server averages both, weighted by N_k / N.
 """
 
 from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy

@@ -1,4 +1,4 @@
-"""FedAvg and FedProx: no search, a network that is given is trained."""
+"""FedAvg and FedProx: training of a given network, without a search."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class FedAvgSettings(GivenNetwork):
     """No search: FedAvg or FedProx trains a network that is given by name.
 
     Attributes:
-        proximal: FedProx' mu, which holds the weights near those that the server has sent.
+        proximal: FedProx' mu, which keeps the weights close to those that the server has sent.
     """
 
     proximal: opt.RateOrZero

@@ -1,7 +1,7 @@
 """FedAvg and FedSGD: retraining of derived networks, and fixed networks as baselines.
 
-FedProx is FedAvg with a proximal term in the clients' steps, FedAdam with an optimiser of the
-server.
+FedProx is FedAvg with a proximal term in the clients' steps; FedAdam is FedAvg with an optimiser on
+the server.
 """
 
 import math
@@ -28,13 +28,13 @@ from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.registry import algorithm_of
 from fednas_flwr.settings.run_settings import GRADIENTS, Retrain, ServerAdam
 
-SPLITS = ("train", "validation")  # what is trained on where nothing is held out
-LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
-STEPS_OF_A_ROUND = 5  # the fewest, in each of which momentum begins anew
+SPLITS = ("train", "validation")  # the splits that are trained on if nothing is held out
+LOCAL_STEPS = 300  # of retraining if the number of rounds is not set
+STEPS_OF_A_ROUND = 5  # the fewest, as momentum begins anew in each round
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
-LONGER, PIXELS = 3, 256  # times as long for images of so many pixels
-UNLIKE = 0.1  # association of clients and classes, from which models of images drift apart
-FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
+LONGER, PIXELS = 3, 256  # 3 times as long for images of 256 pixels or more
+UNLIKE = 0.1  # from this association of clients and classes on, models of images drift apart
+FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second moments
 
 
 def trained_on(evaluate_every: int) -> tuple[str, ...]:
@@ -43,14 +43,15 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
 
 
 def association(counts: Sequence[Sequence[float]]) -> float:
-    """How well a record's client tells its class: Goodman and Kruskal's tau (1954), in [0, 1].
+    """Association of a record's client with its class: Goodman and Kruskal's tau (1954), in [0, 1].
 
-    It is 0 of clients with equal shares of all classes, and 1 where each has one class. Ten classes
-    that five clients share out by Dirichlet 1 have about .06, by Dirichlet .3 .16; two classes at
-    each of five clients .44.
+    It is 0 for clients with equal shares of all classes, and 1 if each has a single class. For ten
+    classes and five clients it is about .06 with a division by Dirichlet 1, .16 by Dirichlet .3,
+    and .44 with two classes per client.
 
     Args:
-        counts: Records by class of each client, of one or more. Of one class it is 0.
+        counts: Records by class, for each of one or more clients. With a single class the result is
+            0.
     """
     table_KC = torch.tensor(counts, dtype=torch.float64)
     table_KC = table_KC[table_KC.sum(1) > 0] / table_KC.sum()
@@ -60,24 +61,26 @@ def association(counts: Sequence[Sequence[float]]) -> float:
 
 
 def planned(config: Config, records: float, input_shape: Sequence[int], unlike: float) -> Retrain:
-    """Retraining with its rounds: as set, or by the records that the median client trains on.
+    """Retraining with its number of rounds: as set, or from the median client's number of records.
 
-    Where a pass over a table's records is of fewer than 5 steps, a round has several passes: 40
-    rounds of two steps, which begin without momentum, leave a linear model half trained. Along
-    gradients momentum stays.
+    If a pass over a table's records has fewer than 5 steps, a round has several passes: 40 rounds
+    of two steps, each of which begins without momentum, leave a linear model half trained. In an
+    exchange of gradients momentum is kept, and one pass is enough.
 
     Args:
         config: Settings of the run.
-        records: Number of the median client.
-        input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps:
-            2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10 15, on held-out
-            training images, where tables and digits of 8 by 8 have learnt all before.
-        unlike: :func:`association` of clients and classes, 0 where it is not known. Models, and
-            batch norms, of clients with other classes of such images drift apart: from .1 on they
-            exchange gradients, of networks with group norm, unless exchange or momentum are set. On
-            20,000 held-out images of Fashion-MNIST a ResNet-8 gained 37 points by that with two
-            classes each and 7 by Dirichlet .3; by Dirichlet 1, where models stay, it would be 1.3.
-            Not with ``runtime=deployment``: an exchange takes seconds there, a round has hundreds.
+        records: Number of records that the median client trains on.
+        input_shape: Shape of a record. Images of at least 16 by 16 pixels get three times the
+            steps. On held-out training images, 2,000 images of Fashion-MNIST gained 7 points by
+            that and 8,000 of CIFAR-10 gained 15; tables and digits of 8 by 8 pixels have finished
+            learning earlier.
+        unlike: :func:`association` of clients and classes; 0 if it is not known. If clients have
+            different classes of such images, their models and batch norms drift apart. From .1 on
+            they exchange gradients of networks with group norm instead, unless exchange or momentum
+            are set. On 20,000 held-out images of Fashion-MNIST a ResNet-8 gained 37 points by that
+            with two classes per client, and 7 by Dirichlet .3. By Dirichlet 1, where models are
+            still exchanged, it would gain 1.3. ``runtime=deployment`` keeps exchanging models:
+            there an exchange takes seconds and a round would have hundreds.
     """
     if (retrain := config.retrain).rounds is not None:
         return retrain
@@ -95,7 +98,7 @@ def planned(config: Config, records: float, input_shape: Sequence[int], unlike: 
 
 
 def retrained_on(retrain: Retrain, declared: Mapping[str, int]) -> int:
-    """The number of records that a client retrains on, of those that it declares by split."""
+    """The number of records that a client retrains on, given the numbers it declares by split."""
     return sum(declared.get(name, 0) for name in trained_on(retrain.evaluate_every))
 
 
@@ -103,8 +106,8 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
     """The optimiser of retraining and the drop-path probability of its last round.
 
     Args:
-        config: Settings of the run, which hold where the search has found no others.
-        configuration: The hyper-parameters that the search has found, None if none.
+        config: Settings of the run, which apply unless the search has found others.
+        configuration: The hyper-parameters that the search has found; None if it found none.
     """
     weights = config.retrain.weights
     if configuration is None:
@@ -113,7 +116,7 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
 
 
 class _Averaged(FlowerFedAvg):
-    """Stand-in that Flower's optimiser asks for the average of the replies: it is ready already."""
+    """Stand-in that gives Flower's optimiser the already computed average of the replies."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -124,16 +127,17 @@ class _Averaged(FlowerFedAvg):
 
 
 class _Adam(FedAdam, _Averaged):
-    """FedAdam of replies that are averaged already."""
+    """FedAdam for replies that are already averaged."""
 
 
 class ServerOptimizer:
     """The server's optimiser of packed weights: Flower's FedAdam.
 
-    Reddi et al. (2021), arXiv 2003.00295, Alg. 2: the server takes the difference between the
-    clients' average and the model that they were sent for a gradient, and steps along it by Adam.
+    Reddi et al. (2021), arXiv 2003.00295, Alg. 2: the server treats the difference between the
+    clients' average and the model that it sent them as a gradient, and takes a step of Adam along
+    it.
 
-    Deviation from Flower: statistics of batch norm and its counters are averaged, and do not step.
+    Deviation from Flower: batch norm's statistics and counters are averaged and take no step.
 
     Args:
         settings: Flower's constants.
@@ -150,7 +154,7 @@ class ServerOptimizer:
         Args:
             average: Average of the clients' weights.
             before: States that the clients were sent.
-            server_round: From 1.
+            server_round: Number of the round, from 1.
         """
         self._steps.current_arrays = {dtype: v.numpy() for dtype, v in before.items()}
         arrays = ArrayRecord({dtype: Array(v.numpy()) for dtype, v in average.items()})
@@ -159,7 +163,7 @@ class ServerOptimizer:
         return {d: torch.from_numpy(moved[d].numpy()).to(v.dtype) for d, v in before.items()}
 
     def tensors(self) -> Tensors:
-        """The moments, none before the first step."""
+        """The moments; empty before the first step."""
         return {
             f"{moments}.{dtype}": torch.from_numpy(array)
             for moments in FLOWERS_MOMENTS
@@ -167,7 +171,7 @@ class ServerOptimizer:
         }
 
     def load(self, tensors: Tensors) -> None:
-        """Take back what :meth:`tensors` returned."""
+        """Restore what :meth:`tensors` returned."""
         for moments in FLOWERS_MOMENTS:
             named = after_prefix(tensors, f"{moments}.").items()
             setattr(self._steps, moments, {dtype: tensor.numpy() for dtype, tensor in named})
@@ -176,12 +180,12 @@ class ServerOptimizer:
 class FedAvg(base.RoundStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``sampling.per_round``.
 
-    The settings of ``retrain`` say how; ``drop_path_prob`` rises linearly from 0 to the last round.
-    The server steps towards the clients' average where it has an optimiser.
+    The settings of ``retrain`` define the training; ``drop_path_prob`` rises linearly from 0 until
+    the last round. If the server has an optimiser, it steps towards the clients' average.
     """
 
     def set_up(self) -> None:
-        """Make the optimisers of clients and server."""
+        """Create the optimisers of clients and server."""
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         stepping, settings = self.config.server_optimizer, self.config.algorithm
         self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdam) else None
@@ -189,7 +193,7 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
         self.proximal = settings.proximal if isinstance(settings, fedavg.FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
-        """Train locally everywhere, average the weights, and measure them if it is time."""
+        """Train at all clients, average the weights, and measure them if an evaluation is due."""
         weights, every = self.weights, self.config.retrain.evaluate_every
         local = self.local_training(
             weights.at_round(server_round, num_rounds),
@@ -202,7 +206,7 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     def move(self, average: dict[str, Packed]) -> None:
-        """Step towards the clients' average by the server's optimiser, or take it as it is."""
+        """Step towards the clients' average with the server's optimiser, or adopt the average."""
         if self.optimizer is not None:
             before = self.states["weights"]
             average["weights"] = self.optimizer.step(average["weights"], before, self._round)
@@ -217,27 +221,27 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
 
 
 class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
-    """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
+    """McMahan et al. (2017), arXiv 1602.05629, section 2; all of a round's clients join every step.
 
-    Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
-    / sum_k B_k`` by SGD, whose momentum never begins anew: one client's training is plain SGD.
-    With privacy it is DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1), of which secure sums
-    share the noise.
+    Clients return sums of gradients over their batches, and the server steps along ``sum_k G_k /
+    sum_k B_k`` by SGD. Its momentum never begins anew, so that training with one client is plain
+    SGD. With privacy it is DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1); with secure sums
+    the clients share the noise.
 
-    A round is of as many steps as in :class:`FedAvg` and so, without privacy, of as many as the
-    median client takes for its epochs.
+    A round has as many steps as in :class:`FedAvg`: without privacy, as many as the median client
+    takes for its epochs.
 
-    Deviations: batches, of ``batch_size`` records at the median client and in proportion at others,
-    in place of all records; momentum and decay.
+    Deviations: batches in place of all records, with ``batch_size`` records at the median client
+    and in proportion at others; momentum and weight decay.
     """
 
     def set_up(self) -> None:
-        """Make the server's optimiser."""
+        """Create the server's optimiser."""
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
-        """Take the steps of a round, one exchange each."""
+        """Take the steps of a round, one exchange per step."""
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         declared = self.cohort.declared.values()
         usual = median(retrained_on(retrain, splits) for splits in declared if splits)
@@ -267,8 +271,8 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     ) -> list[PlannedRelease]:
         """The releases of every step's gradient.
 
-        With secure sums clients share its noise: a reply is a clipped sum at weights that all were
-        sent.
+        With secure sums clients share the noise of a step, as each reply is a clipped sum at
+        weights that all clients were sent.
         """
         shared = private.config.secure_sum is not None
         actions = {"weights": "train.network_gradient"}

@@ -14,23 +14,23 @@ from fednas_flwr.settings.optimizers import Configuration
 class FedEx(base.RoundStrategy[fedex.FedExSettings]):
     """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
 
-    Deviations: the server draws for the clients, who need to know nothing of theta; a client's
-    loss counts by its training records, not its validation records, which are the same share
-    of every client's, and one that has none moves nothing; learning rates are not annealed.
-    Validation records are not trained on.
+    Deviations: the server draws for the clients, which need to know nothing of theta. A client's
+    loss is weighted by its number of training records, not of validation records, which are the
+    same share of every client's records; a client without validation records does not move theta.
+    Learning rates are not annealed. Validation records are not trained on.
 
     A client's draw comes from (seed, round, client).
     """
 
     def set_up(self) -> None:
-        """Make the distribution over configurations."""
+        """Create the distribution over configurations."""
         settings = self.settings
         self.configurations = make_configurations(settings, self.config.seed)
         self.theta = Theta.of(len(self.configurations))
         self.values = {"theta": self.theta.to_json()}
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
-        """Draw a configuration for every client, train, average the weights, move theta."""
+        """Draw a configuration for every client, train, average the weights, and move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
         drawn = {
             client: self.theta.draw(make_generator(self.config.seed, "theta", server_round, client))
@@ -62,6 +62,6 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
         return Train(local=self.local_training(weights, configuration.dropout), validates=True)
 
     def _loss(self, reply: Reply) -> float:
-        """A client's loss, held to the bound: one client's nonsense must not choose."""
+        """A client's loss, clamped to the bound, so that no client's invalid value decides."""
         loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
         return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

@@ -10,7 +10,7 @@ from fednas_flwr.settings import optimizers as opt
 
 @dataclass(frozen=True)
 class FNASSettings(AlgorithmSettings):
-    """Vanilla NAS, FNAS and DP-FNAS: gradient exchanges, two per iteration or one.
+    """Vanilla NAS, FNAS and DP-FNAS: one or two exchanges of gradients per iteration.
 
     Attributes:
         order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
@@ -18,14 +18,14 @@ class FNASSettings(AlgorithmSettings):
             weights.
         local_steps: Steps per exchange ("periodic updates").
         batch_size: Records per step of a client; null takes all of them.
-        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 is
-            after the last one only.
+        evaluate_every: Rounds between evaluations of the supernet on validation data; 0 evaluates
+            it after the last round only.
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
-        beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
-        warm_up_rounds: First rounds, in which the alphas wait. Ops that have learnt nothing yet
-            lose to poolings and skips, which need not learn. A dry run takes all rounds to be like
-            the first.
+        beta_decay: Weight of beta-DARTS' regulariser in the last round, reached in a linear rise.
+        warm_up_rounds: Number of first rounds in which the alphas stay fixed. Ops that have learnt
+            nothing yet lose to poolings and skips, which need not learn. A dry run assumes that all
+            rounds are like the first.
     """
 
     order: Annotated[int, parser.Between(1, 2)]

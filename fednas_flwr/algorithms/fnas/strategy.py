@@ -1,8 +1,9 @@
 """FNAS and DP-FNAS; vanilla NAS is FNAS with one party (DP-FNAS, arXiv 2110.11025, Alg. 1).
 
 The server holds weights W and architecture variables A. One round is one iteration: exchange 1
-gives the gradients of W, the server steps; exchange 2 gives the gradients of A at the new W, the
-server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
+returns the gradients of W, and the server steps; exchange 2 returns the gradients of A at the new
+W, and the server steps. DP-FNAS is the same schedule with clients that clip and noise what they
+return.
 """
 
 from dataclasses import replace
@@ -23,26 +24,26 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
-    server steps along ``sum_k G_k / sum_k B_k``. Deviation: the text's ``sum_k G_k / B_k`` is K
-    times that with equal batches, and the learning rate would depend on the number of clients. The
-    server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
-    ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
-    deviation from Algorithm 1, as is a warm-up, in which A waits. Local steps are plain gradient
-    descent at the learning rates of ``weights`` and ``alphas``; a client's answer adds up their
-    gradients. The server adds the gradient of ``beta_decay``, which reads no record, to the
-    clients'. With ``privacy=dp`` this is DP-FNAS, of first order only; then the supernet is not
-    evaluated unless metrics are to be released.
+    server steps along ``sum_k G_k / sum_k B_k``. Deviation: with equal batches the paper's ``sum_k
+    G_k / B_k`` is K times that, and the learning rate would depend on the number of clients. The
+    server's optimisers are SGD with momentum for W and Adam for A, as in the public code. ``fused``
+    asks for both gradients in one exchange, at the same W, which halves the number of exchanges.
+    That is a deviation from Algorithm 1, as is a warm-up, in which A stays fixed. Local steps are
+    plain gradient descent at the learning rates of ``weights`` and ``alphas``; a client returns the
+    sum of their gradients. The server adds the gradient of ``beta_decay``, which reads no record.
+    With ``privacy=dp`` this is DP-FNAS, of first order only; then the supernet is evaluated only if
+    metrics are to be released.
     """
 
     def set_up(self) -> None:
-        """Make the server's optimisers."""
+        """Create the server's optimisers."""
         self.optimizers = {
             "weights": make_sgd(self.states["weights"].values(), self.settings.weights),
             "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
         }
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
-        """One iteration: gradients of W, step; gradients of A at the new W, step."""
+        """Run one iteration: gradients of W, step; gradients of A at the new W, step."""
         settings = self.settings
         sgd = settings.weights.at_round(server_round, num_rounds)
         request = TakeGradients(
@@ -77,10 +78,11 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
     def releases(cls, settings: fnas.FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of gradients of weights and alphas, and of metrics if they are measured.
 
-        With secure sums clients share the noise of a single step: their replies are clipped sums at
-        weights that all were sent. After several steps they are not: a record steers its client's
-        later steps through weights that carry that client's noise alone. Fused sums are not,
-        either: those of the alphas are scaled by each client's batch sizes.
+        With secure sums clients share the noise of a single step, since their replies are clipped
+        sums at weights that all clients were sent. This does not hold for several local steps: a
+        record influences its client's later steps through weights that carry that client's noise
+        alone. It does not hold for fused sums either: the sums of the alphas are scaled by each
+        client's batch sizes.
         """
         actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
         if private.number <= settings.warm_up_rounds:

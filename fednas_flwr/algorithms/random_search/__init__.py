@@ -1,4 +1,4 @@
-"""Random search: candidates of the space, each trained by itself."""
+"""Random search: candidates drawn from the space, each trained on its own."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
 @dataclass(frozen=True)
 class RandomSearchSettings(LocalEpochs):
-    """Random search: each round trains one random network a little and ranks it.
+    """Random search: each round trains one random network briefly and ranks it.
 
     Attributes:
         trial_rounds: Rounds for which every network is trained; 0 with ``rounds=1`` takes one
-            untried.
-        ranges: Ranges of hyper-parameters that are drawn with every network; null keeps
+            random network without training it.
+        ranges: Ranges from which hyper-parameters are drawn with every network; null keeps
             ``weights``.
     """
 
@@ -29,7 +29,7 @@ class RandomSearchSettings(LocalEpochs):
 
     @property
     def trains_models(self) -> bool:
-        """True if candidates are tried."""
+        """True if candidates are trained."""
         return self.trial_rounds > 0
 
 

@@ -1,4 +1,4 @@
-"""Random search, the baseline that every architecture search owes (Li and Talwalkar, 2019)."""
+"""Random search, the baseline for every architecture search (Li and Talwalkar, 2019)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -18,13 +18,14 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
     """Each round draws one network, trains it by FedAvg and ranks it on validation records.
 
-    A candidate takes the place of the best so far where the median client, of three or more that
-    have measured both, gains by it, so that no single one decides; else by mean accuracy.
+    If three or more clients have measured a candidate and the best so far, the candidate replaces
+    it if the median client gains by it, so that no single client decides. Otherwise, and if the
+    median gain is 0, mean accuracy decides.
 
-    With ``ranges`` each candidate also draws its hyper-parameters, those of the best one being
-    what it is retrained with.
+    With ``ranges`` each candidate also draws its hyper-parameters; those of the best candidate are
+    used for its retraining.
 
-    The draw of a round comes from (seed, round). The rate is annealed over the trial rounds.
+    A round's draw comes from (seed, round). The learning rate is annealed over the trial rounds.
     """
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
@@ -50,7 +51,7 @@ class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
 
         Args:
             accuracy: Mean accuracy of the candidate.
-            accuracies: Its accuracy by client, as text.
+            accuracies: The candidate's accuracy by client, whose number is a string.
         """
         best = self.values.get("accuracies", {})
         gains = [value - best[client] for client, value in accuracies.items() if client in best]
@@ -88,7 +89,7 @@ class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
             accuracies = {client: reply.metrics["accuracy"] for client, reply in votes.items()}
             validation = base.mean_metrics(votes.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
-        self.layouts, self.states = {}, {}  # a candidate's are not kept
+        self.layouts, self.states = {}, {}  # a candidate's states are not kept
         return metrics, accuracies
 
     def derive(self) -> Genotype:
@@ -96,12 +97,12 @@ class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
         return from_json(self.values["genotype"])
 
     def configuration(self) -> Configuration | None:
-        """That candidate's hyper-parameters, None if none were drawn."""
+        """The best candidate's hyper-parameters; None if none were drawn."""
         values = self.values["configuration"]
         return Configuration(**values) if values else None
 
 
 def _bounded(reply: Reply) -> Reply:
-    """A reply whose accuracy is from 0 to 1: a client has one vote, whatever it claims."""
+    """A reply with its accuracy clamped to [0, 1], so that no client has more than one vote."""
     accuracy = min(1.0, max(0.0, reply.metrics.get("accuracy", 0.0)))
     return replace(reply, metrics={**reply.metrics, "accuracy": accuracy})

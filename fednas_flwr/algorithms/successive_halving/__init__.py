@@ -1,4 +1,4 @@
-"""Successive halving: a pool is trained side by side and halved."""
+"""Successive halving: a pool of networks is trained side by side and halved."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,19 +9,19 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs, incompatible, names, parser
 from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
 
-REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
+REWARDED = ("local", "averaged")  # the rewarded models: each client's own, or their average
 
 
 @dataclass(frozen=True)
 class SuccessiveHalvingSettings(LocalEpochs):
-    """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
+    """Successive halving: a pool, trained in federated rounds and halved by validation accuracy.
 
     Attributes:
-        pool: Pool of networks that it begins with.
+        pool: Pool of networks that the search begins with.
         eta: A rung keeps one of this many networks.
         rewarded: Reward by which networks are ranked: the validation accuracy of the clients'
-            average (``averaged``), or how fast each client's own copy trains (``local``), in one
-            exchange a rung.
+            average (``averaged``), or the speed at which each client's own copy trains (``local``),
+            in one exchange per rung.
     """
 
     pool: PoolSettings
@@ -30,17 +30,17 @@ class SuccessiveHalvingSettings(LocalEpochs):
 
     @property
     def trains_models(self) -> bool:
-        """True unless each client ranks by copies of its own."""
+        """True unless each client trains copies of its own for the ranking."""
         return self.rewarded == "averaged"
 
     def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
-        """A search whose pool is as large, and the first that are drawn."""
+        """A search with a pool of the same size, of the first networks drawn; the factor is 1."""
         keep = self.pool.size(space)
         pool = replace(self.pool, draws=keep, keep=keep, by=[], shortlist=None)
         return replace(self, pool=pool), 1.0
 
     def check(self, config: Config) -> None:
-        """Refuse scores that do not exist, and shortlists or local rankings that cannot be."""
+        """Refuse scores that do not exist, and impossible shortlists or local rankings."""
         pool, key = self.pool, "algorithm.pool.shortlist"
         keep = pool.size(config.search_space.name)
         scores = pool.chosen_scores(config.search_space.name)
@@ -60,7 +60,7 @@ class SuccessiveHalvingSettings(LocalEpochs):
 
 
 def num_rungs(keep: int, eta: int) -> int:
-    """Number of choices of one in ``eta`` after which a single one of ``keep`` networks is left."""
+    """Number of choices of one in ``eta`` that reduce ``keep`` networks to a single one."""
     return math.ceil(math.log(keep, eta) - 1e-9)
 
 

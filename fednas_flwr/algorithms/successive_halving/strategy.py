@@ -1,4 +1,4 @@
-"""Successive halving: a pool is trained side by side and halved by validation accuracy."""
+"""Successive halving: a pool of networks is trained side by side and halved by their rewards."""
 
 import json
 import math
@@ -22,26 +22,27 @@ from fednas_flwr.spaces.space import SearchSpace
 class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingSettings]):
     """Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, Fig. 3), by FedAvg.
 
-    The server chooses a pool without a record. In every round all clients train all networks that
-    are left, in one exchange (``train.weights``), and each network is averaged. After the last
-    round of a rung one more exchange (``evaluate.candidates``) measures them on validation records,
-    and the best ``1 / eta`` of them stay and train on. The one left after the last round is found.
-    Of three or more clients without privacy none decides: see ``states.median_rewards``.
+    The server chooses a pool without reading a record. In every round all clients train all
+    networks that are left, in one exchange (``train.weights``), and each network is averaged. After
+    the last round of a rung one more exchange (``evaluate.candidates``) measures them on validation
+    records, and the best ``1 / eta`` of them stay and train on. The one left after the last round
+    is the result. If there are three or more clients without privacy, no single one decides: see
+    ``states.median_rewards``.
 
     Deviations: rungs have equal numbers of rounds, as nearly as their number allows, so that the
-    first costs most; of the text all rungs cost the same, and survivors train longer. The learning
-    rate is annealed over all rounds, since training is continued.
+    first rung costs most. In the paper all rungs cost the same, and survivors train longer. The
+    learning rate is annealed over all rounds, since training is continued.
 
-    With ``rewarded="local"`` no network is averaged: each round is one exchange, in which all
-    clients train all networks that are left from their first weights, and return how fast each
-    trains, see ``client.handlers.trained_rewards``. The averages of a few local epochs are poor
-    models of deep networks, and rank them by chance. Not with privacy.
+    With ``rewarded="local"`` no network is averaged. Each round is one exchange: all clients train
+    all networks that are left, from their initial weights, and return how fast each of them trains,
+    see ``client.handlers.trained_rewards``. For deep networks, averages of a few local epochs are
+    poor models and rank the networks by chance. This mode does not run with privacy.
 
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
-    each measurement one of all accuracies.
+    each measurement is one release of all accuracies.
 
-    The pool takes the place of a network without tensors in the first round. The rate is annealed
-    over the rounds, or over the local epochs of ``local``.
+    In the first round the pool replaces the initial network, which has no tensors. The learning
+    rate is annealed over the rounds, or with ``local`` over the local epochs.
     """
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
@@ -80,15 +81,15 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         return self.pool()[0]
 
     def fit_states(self) -> None:
-        """Give the states the form of the pool that the restored ``values`` hold."""
+        """Shape the states as the pool in the restored ``values`` requires."""
         self.layouts, self.states = self._initial(seeded_network(self.config, self._describe()))
 
     def _describe(self) -> dict[str, Any]:
-        """The description of the pool's networks, from which clients build it."""
+        """The description of the pool's networks, from which clients build them."""
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
 
     def _choose(self) -> list[Genotype]:
-        """The ranking whose best networks are the pool."""
+        """The networks from which the pool is taken, best first."""
         choice = self.settings.pool
         generator = make_generator(self.config.seed, "successive_halving")
         drawn = ScoredDraws(self.config, self.prepared, self.space, choice)
@@ -102,7 +103,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         return self.settings.pool.size(self.config.search_space.name)
 
     def _halve(self, left: int, request: RewardCandidates) -> base.Metrics:
-        """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
+        """Measure all networks, keep the ``left`` best and return metrics; on ties the earlier."""
         pool = self.values["pool"]
         rewards, metrics = self.reward(request, by_median=True, genotypes=pool)
         indices = sorted(range(len(pool)), key=lambda index: -rewards[index])[:left]
@@ -125,7 +126,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
     def releases(
         cls, settings: successive_halving.SuccessiveHalvingSettings, private: base.PrivateRound
     ) -> list[PlannedRelease]:
-        """The releases of every step, and of rewards where a rung ends."""
+        """The releases of every step, and of rewards in a round that ends a rung."""
         planned = private.gradients({"weights": "train.weights"})
         keep = settings.pool.size(private.config.search_space.name)
         before, after = (
@@ -145,7 +146,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
-    """The number of networks of a pool of ``keep`` that are left after a round.
+    """The number of networks of a pool of ``keep`` networks that are left after a round.
 
     Example:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]

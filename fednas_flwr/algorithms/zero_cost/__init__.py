@@ -11,7 +11,7 @@ from fednas_flwr.settings.names import UNITS
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, check_range
 
 REHEARSED_DRAWS = 4
-SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
+SCORED, UNSCORED = 8, 16  # networks of a pool that scores choose, or that none does
 
 
 def check_shortlist(shortlist: opt.ShortlistSettings | None, draws: int, *, least: int = 2) -> None:
@@ -26,12 +26,13 @@ class ZeroCostSettings(AlgorithmSettings):
     """Data-free search on the server alone.
 
     Attributes:
-        scores: Names out of ``data_free_scores.SCORES``; null takes those that rank networks of the
-            search space (``data_free_scores.trusted_scores``), or synflow where none does.
-        draws: Architectures per round.
-        shortlist: Null ranks all by the same scores.
-        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
-            of the supernet's size.
+        scores: Names from ``data_free_scores.SCORES``; null takes those that rank networks of the
+            search space well (``data_free_scores.trusted_scores``), or synflow if none does.
+        draws: Architectures that are drawn per round.
+        shortlist: Second ranking, of the best architectures by other scores; null ranks all by the
+            same scores.
+        limits: Limits on the cost of the network that is retrained; in a run without retraining, of
+            a network of the supernet's size.
     """
 
     scores: Annotated[Names, Length(Between(1))] | None
@@ -46,20 +47,20 @@ class ZeroCostSettings(AlgorithmSettings):
 
     @property
     def trains_models(self) -> bool:
-        """False: clients are asked nothing."""
+        """False: nothing is asked of clients."""
         return False
 
     def chosen_scores(self, space: str) -> Sequence[str]:
         """The scores that rank networks of a space, by its name.
 
-        A score that ranks one space's networks may mislead in another.
+        A score that ranks the networks of one space well may mislead in another.
         """
         from fednas_flwr.search.data_free_scores import SYNFLOW, trusted_scores  # brings torch
 
         return self.scores or trusted_scores(space) or SYNFLOW
 
     def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
-        """A search that scores a few networks."""
+        """A search that scores only a few networks, and how much longer the full one takes."""
         if self.draws <= REHEARSED_DRAWS:
             return self, 1.0
         return replace(self, draws=REHEARSED_DRAWS, shortlist=None), self.draws / REHEARSED_DRAWS
@@ -72,20 +73,22 @@ class ZeroCostSettings(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class PoolSettings(Checked):
-    """The networks that a search begins with; no record is read for it.
+    """The networks that a search begins with; no record is read to choose them.
 
     Attributes:
         draws: Architectures that are drawn.
-        keep: Number of the best drawn networks that are trained; null takes 8, or 16 of those that
-            no score ranks.
-        by: Names out of ``data_free_scores.SCORES`` that say which are best; none: the first drawn;
-            null takes those that rank networks of the search space, or none where none does.
-        shortlist: Null goes by the same scores to the end.
-        limits: Limits on the cost of the network that is retrained; in a run that does not, of one
-            of the supernet's size.
-        front: If true, the pool has the best network of each range of costs, latency by the
-            limits' table or else multiply-adds; the best by reward of each fifth of them is trained
-            and exported beside the found one.
+        keep: Number of the best drawn networks that are trained; null takes 8, or 16 if no score
+            ranks them.
+        by: Names from ``data_free_scores.SCORES`` that decide which are best; an empty list takes
+            the first networks drawn; null takes the scores that rank networks of the search space
+            well, or an empty list if none does.
+        shortlist: Second ranking, of the best networks by other scores; null ranks all by the same
+            scores.
+        limits: Limits on the cost of the network that is retrained; in a run without retraining, of
+            a network of the supernet's size.
+        front: If true, the pool has the best network of each range of costs: latency if the limits
+            have a table, else multiply-adds. From each fifth of them, the network with the best
+            reward is trained and exported alongside the found one.
     """
 
     draws: opt.Count
@@ -105,9 +108,9 @@ class PoolSettings(Checked):
         check_shortlist(self.shortlist, self.draws, least=keep)
 
     def chosen_scores(self, space: str) -> Sequence[str]:
-        """The scores that choose the pool from a space, by its name; none: the first drawn.
+        """The scores that choose the pool from a space, by its name; if empty, the first drawn.
 
-        A score that ranks one space's networks may mislead in another.
+        A score that ranks the networks of one space well may mislead in another.
         """
         from fednas_flwr.search.data_free_scores import trusted_scores  # brings torch
 

@@ -1,6 +1,6 @@
 """The data-free search: the server ranks architectures by scores alone and asks no client.
 
-Also the parts of it that choose a pool: what is drawn, within which limits, and how it is ranked.
+The module also has the parts that choose a pool: drawing within limits, and ranking.
 """
 
 import json
@@ -31,7 +31,7 @@ PART = 4  # genotypes that a process scores at a time
 
 @dataclass(frozen=True)
 class ScoredDraws:
-    """Networks that are drawn from a space within limits and ranked by scores with a run's seed.
+    """Networks that are drawn from a space within limits and ranked by scores, with a run's seed.
 
     Attributes:
         config: Settings of the run.
@@ -58,7 +58,7 @@ class ScoredDraws:
         return shortlisted(ranking, partial(scores, shortlist.scores), keep=shortlist.keep)
 
     def check(self, generator: torch.Generator) -> None:
-        """Refuse limits within which no network is drawn; none is scored.
+        """Refuse limits within which no network is drawn; no network is scored.
 
         Args:
             generator: Source of the first draws.
@@ -66,13 +66,13 @@ class ScoredDraws:
         self._search(lambda drawn: [{"none": 0.0}] * len(drawn), draws=1, generator=generator)
 
     def spread(self, ranking: list[Scored], size: int) -> list[Genotype]:
-        """The best of a ranking in each of so many ranges of cost with equally many networks."""
+        """The best of a ranking in each of ``size`` ranges of cost with equally many networks."""
         genotypes, table = [one.genotype for one in ranking], self.choice.limits.table
         parts = ranges_of_cost(genotypes, self._trained(), table, count=size)
         return [genotypes[place] for place in sorted(map(min, parts))]
 
     def _trained(self) -> SearchSpace:
-        """The space at the sizes at which a found network is trained, if it is."""
+        """The space at the sizes of a retrained network; at the supernet's without retraining."""
         if "retrain" not in self.config.stages and self.config.evaluation.deliver == FOUND:
             return self.space
         anything = self.space.random_genotype(torch.Generator())
@@ -93,7 +93,7 @@ class ScoredDraws:
 def _scores(
     config: Config, space: SearchSpace, names: Sequence[str], genotypes: list[Genotype]
 ) -> list[Mapping[str, float]]:
-    """The scores of genotypes, in processes of this machine where these only have to be forked."""
+    """The scores of genotypes, computed in processes of this machine if those need only a fork."""
     score = partial(measure, space, scores=names, seed=config.seed)
     measured = partial(_measured, config.runtime.threads, score)
     parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
@@ -112,10 +112,10 @@ def _measured(threads: int, score: Any, first: int, genotypes: list[Genotype]) -
 class ZeroCost(RoundStrategy[ZeroCostSettings]):
     """Search by data-free scores (Abdelfattah et al. 2021, arXiv 2101.08134), on the server alone.
 
-    Every round scores some more architectures; the best of all by the combined ranking is what is
-    found. No message is sent for it, no record is read, and no privacy budget pays.
+    Every round scores further architectures; the result is the best of all by the combined ranking.
+    No message is sent for it, no record is read, and no privacy budget is spent.
 
-    The draws of a round come from (seed, round).
+    A round's draws come from (seed, round).
     """
 
     def set_up(self) -> None:
@@ -123,7 +123,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         self.values = {"found": []}
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
-        """Score some more architectures and rank all of them."""
+        """Score further architectures and rank all of them."""
         settings = self.settings
         pool = ScoredDraws(self.config, self.prepared, self.space, settings).ranked(
             draws=settings.draws,
@@ -138,7 +138,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
-        """All architectures that were scored, the best first."""
+        """All architectures that were scored, best first."""
         return [
             Scored(**one | {"genotype": from_json(json.dumps(one["genotype"]))})
             for one in self.values["found"]

@@ -1,7 +1,8 @@
 """``fednas doctor``: faults of a machine of a deployment, and their remedies.
 
-Works on a folder that ``provision`` wrote, of the server or of a site, and changes nothing. A check
-returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
+The checks work on a folder that ``provision`` wrote, for the server or for a site, and change
+nothing. A check returns its result, or raises :class:`Trouble` with a remedy. Main function:
+:func:`examine`.
 """
 
 import importlib.metadata
@@ -33,9 +34,9 @@ class Finding:
     """Result of one check.
 
     Args:
-        name: Of the check.
-        text: What was found; if something is broken, with what to do.
-        broken: True if the machine cannot do its work like this.
+        name: Name of the check.
+        text: The result; if something is broken, with a remedy.
+        broken: True if the machine cannot do its work in this state.
     """
 
     name: str
@@ -70,7 +71,7 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Return the settings of a file of ``KEY=value`` lines, as the shell reads it.
+    """Return the settings in a file of ``KEY=value`` lines, as the shell reads them.
 
     Raises:
         ConfigError: A line is not of that form.
@@ -108,7 +109,7 @@ def _versions(folder: Path, settings: Settings) -> str:
 
 
 def _disk(folder: Path, settings: Settings) -> str:
-    """Return the free disk space for the state; all else may be read-only."""
+    """Return the free disk space for the state; everything else may be read-only."""
     state = (folder / "state").resolve()
     free_gb = shutil.disk_usage(state).free / 1e9
     if free_gb < LEAST_FREE_GB:
@@ -131,7 +132,7 @@ def _secrets(folder: Path, settings: Settings) -> str:
 
 
 def _server_certificate(folder: Path, settings: Settings) -> str:
-    """Return whom the server's certificate names, and for how long."""
+    """Return the names in the server's certificate, and its validity."""
     return links.describe_certificate(folder)
 
 
@@ -145,14 +146,14 @@ def _server_port(folder: Path, settings: Settings) -> str:
 
 
 def _site_server(folder: Path, settings: Settings) -> str:
-    """Check that the server is reached and is the one that the authority names."""
+    """Check that the server can be reached and is the one that the authority names."""
     host, port = _superlink(settings)
     links.shake_hands(host, port, folder / "ca.crt")
     return f"{host}:{port} is reached, and its certificate is good"
 
 
 def _site_clock(folder: Path, settings: Settings) -> str:
-    """Check that Flower will accept this machine's signatures: it refuses clocks that are off."""
+    """Check that Flower will accept this machine's signatures; it refuses clocks that are off."""
     skew_s = links.clock_skew_s(*_superlink(settings), folder / "ca.crt")
     if not -links.LARGEST_LAG_S < skew_s < links.LARGEST_LEAD_S:
         side = "ahead of" if skew_s > 0 else "behind"
@@ -172,7 +173,7 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 
 def _site_data(folder: Path, settings: Settings) -> str:
-    """Check that policy and data settings are right and the data can be read."""
+    """Check that policy and data settings are valid and the data can be read."""
     site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
     policy = load_policy(folder / "policy.yaml")
     if settings["DATA_SET"] not in policy.data_sets:
@@ -202,7 +203,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     _site_data(folder, settings)
     allowed = load_policy(folder / "policy.yaml").data_sets[settings["DATA_SET"]]
     dataset = site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
-    space = "mlp_small" if dataset.name == "csv" else "darts_small"  # any that takes the data
+    space = "mlp_small" if dataset.name == "csv" else "darts_small"  # any space that takes the data
     config = parse_config(compose_tree([*_ANY_RUN, f"search_space={space}"]))
     config = replace(config, dataset=dataset.at(settings["DATA_PATH"]))
     prepared, (rows,) = make_site_data(config)
@@ -211,13 +212,13 @@ def _site_records(folder: Path, settings: Settings) -> str:
     if not len(prepared.train):
         raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
     key = folder / "state" / "split.key"
-    text = key.read_text() if key.exists() else "none yet"  # the first start makes it
+    text = key.read_text() if key.exists() else "none yet"  # the first start creates it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
     notes = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
     except ConfigError as error:
-        if not prepared.train.schema:  # of images the settings decide, of a table single records
+        if not prepared.train.schema:  # for images the settings decide, for a table single records
             raise
         notes = [*notes, f"{error}"]
     if allowed.unit == CLIENT:
@@ -236,7 +237,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:
-    """Return the number of rows of the ledger; looking at it never creates one."""
+    """Return the number of rows of the ledger; the check never creates a ledger."""
     from fednas_flwr.privacy.books.ledger import Ledger
 
     path, key = folder / "state" / "ledger" / "ledger.sqlite", folder / "state" / "ledger.key"
@@ -247,7 +248,7 @@ def _site_ledger(folder: Path, settings: Settings) -> str:
 
 
 def _site_device(folder: Path, settings: Settings) -> str:
-    """Describe the device that training runs on."""
+    """Describe the device on which training runs."""
     import torch
 
     if torch.cuda.is_available():

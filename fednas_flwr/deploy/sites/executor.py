@@ -1,13 +1,13 @@
-"""A site's executor: takes the messages of its SuperNode, a process of its own for each.
+"""A site's executor, which answers each message of its SuperNode in a separate process.
 
 Flower's ``flower-superexec`` starts an interpreter for every message, which imports torch before it
-answers. Here each process is forked from one that has imported all that answers need, and has seen
-no message. Other tasks than client apps, which a server may ask for, are not run.
+answers. Here each process is forked from one that has imported everything that answers need and has
+seen no message. A server may ask for tasks other than client apps; they are not run.
 
 Flower's ``flwr-clientapp`` unpacks the bundle that came with a run, imports it and runs it, with
-the site's data at hand. The processes here refuse a bundle that is not the installed package's, and
-answer with the installed package in any case: nothing that came over the wire is unpacked to disk
-or executed.
+access to the site's data. The processes here refuse any bundle but that of the installed package,
+and in any case answer with the installed package: nothing that came over the wire is unpacked to
+disk or executed.
 
     python -m fednas_flwr.deploy.sites.executor <arguments of flower-superexec>
 """
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from flwr.supercore.superexec.executor.types import ExecutionSpec
 
 IMPORTED = ["fednas_flwr.deploy.sites.executor", "fednas_flwr.deploy.client_app"]
-NAME = "fednas-message"  # of a message's process, that ``ps -o comm`` shows
+NAME = "fednas-message"  # name of a message's process, shown by ``ps -o comm``
 
 
 def answer(spec: ExecutionSpec) -> None:
-    """Answer one message, in a process that does nothing else.
+    """Answer one message in a process that does nothing else.
 
     Args:
-        spec: Where the SuperNode is, and by which token it hands out the message.
+        spec: Address of the SuperNode, and the token for the message.
 
     Raises:
-        AttributeError: This Flower has no such function to be replaced: better no answer than an
-            answer by the bundle's code.
+        AttributeError: This version of Flower lacks a function to replace: better no answer than
+            one from the bundle's code.
     """
     Path("/proc/self/comm").write_text(NAME, encoding="ascii")
-    flower_patches.answer_with(lambda *_: _answer, check_bundle)  # whatever Flower is to load
+    flower_patches.answer_with(lambda *_: _answer, check_bundle)  # whatever Flower is told to load
     flower_patches.finish_only_with_a_reply()
     root, insecure = spec.root_certificates_path, spec.insecure
     run_clientapp.run_clientapp(
@@ -62,8 +62,8 @@ def answer(spec: ExecutionSpec) -> None:
 
 
 def _answer(message: Message, context: Context) -> Message:
-    """Return the reply of the ClientApp; log the seconds of start-up and of the answer."""
-    from fednas_flwr.deploy.client_app import app  # which the executor itself does without
+    """Return the reply of the ClientApp; log the seconds of start-up and answer."""
+    from fednas_flwr.deploy.client_app import app  # the executor itself does not need it
 
     action, begun = message.metadata.message_type, time.monotonic()
     # since Linux has started this process
@@ -77,10 +77,10 @@ def _answer(message: Message, context: Context) -> Message:
 
 
 def main() -> None:
-    """Run ``flower-superexec``, which no forked process imports.
+    """Run ``flower-superexec``; no forked process imports it.
 
     Raises:
-        AttributeError: This Flower starts processes in another way.
+        AttributeError: This version of Flower starts processes in another way.
     """
     from flwr.supercore.cli import flower_superexec
 

@@ -1,6 +1,6 @@
-"""Checks that a machine of a deployment reaches another: TLS and clocks, and why not.
+"""Checks of the connection between two machines of a deployment, with causes: TLS and clocks.
 
-Flower's own messages name the symptom; these name the cause and what to do. Used by ``doctor``.
+Flower's own messages name the symptom; these name the cause and a remedy. ``doctor`` uses them.
 """
 
 import socket
@@ -24,7 +24,7 @@ _WRONG_NAME = (62, 64)  # host name, IP address
 
 
 class Trouble(Exception):
-    """Something is broken; the message says what, and what to do."""
+    """Something is broken; the message says what it is, and the remedy."""
 
 
 def shake_hands(host: str, port: int, authority: Path) -> None:
@@ -55,7 +55,7 @@ def shake_hands(host: str, port: int, authority: Path) -> None:
 
 
 def clock_skew_s(host: str, port: int, authority: Path) -> float:
-    """Return the seconds by which this clock is ahead of the server's, which has whole seconds.
+    """Return the seconds by which this clock is ahead of the server's, given in whole seconds.
 
     Raises:
         Trouble: The server does not answer.
@@ -68,12 +68,12 @@ def clock_skew_s(host: str, port: int, authority: Path) -> float:
 
 
 def ask_date(host: str, port: int, authority: Path) -> str:
-    """Return the Date header of the SuperLink's answer to a question for its health.
+    """Return the Date header of the SuperLink's answer to a health check.
 
     Raises:
         Trouble: No SuperLink answers.
     """
-    shake_hands(host, port, authority)  # whose errors are the plainer ones
+    shake_hands(host, port, authority)  # its errors are plainer
     where, context = f"[{host}]" if ":" in host else host, _context(authority)
     try:
         answer = httpx.get(f"https://{where}:{port}/health", verify=context, timeout=TIMEOUT_S)
@@ -86,7 +86,7 @@ def ask_date(host: str, port: int, authority: Path) -> str:
 
 
 def is_open(port: int) -> bool:
-    """Return whether anything listens on a port of this machine."""
+    """Return True if anything listens on a port of this machine."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S).close()
     except OSError:
@@ -95,10 +95,10 @@ def is_open(port: int) -> bool:
 
 
 def describe_certificate(folder: Path) -> str:
-    """Return whom the certificate in a server's folder names, and for how long.
+    """Return the names in the certificate in a server's folder, and its validity.
 
     Raises:
-        Trouble: It is not valid now, or does not go with ``server.key`` or ``ca.crt``.
+        Trouble: It is not valid now, or does not match ``server.key`` or ``ca.crt``.
     """
     renew = "make a new one by `fednas provision`"
     try:

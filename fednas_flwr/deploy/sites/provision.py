@@ -1,12 +1,12 @@
-"""``fednas provision``: from a list of sites one folder per machine, with all that it needs.
+"""``fednas provision``: one folder for each machine of a list of sites, with all that it needs.
 
 ``ca/`` stays with the operator and is kept when sites are added. ``server/`` holds the server's key
-and certificate, and the key that signs models; a site's folder holds no secret at all: its keys are
-made on the site, by its start script, which is the same file for every site. What differs from
-machine to machine is in ``server.env`` and ``site.env``.
+and certificate, and the key that signs models. A site's folder holds no secret at all: its keys are
+made on the site by its start script, which is the same file for every site. The settings that
+differ between machines are in ``server.env`` and ``site.env``.
 
 The authority's key signs the server's certificate, which names every address that sites use; a site
-holds the authority's certificate alone. Files of secrets are readable by their owner only. Main
+holds only the authority's certificate. Files with secrets are readable only by their owner. Main
 function: :func:`provision`.
 """
 
@@ -34,18 +34,18 @@ from fednas_flwr.protocol.keys import PublicKeys, Roster, SiteKeys, make_signing
 from fednas_flwr.settings import parser
 
 AUTHORITY_DAYS = 3650
-_CLOCK_SLACK = timedelta(hours=1)  # a site's clock that is slow must not refuse a new certificate
+_CLOCK_SLACK = timedelta(hours=1)  # a site whose clock is slow must not refuse a new certificate
 
 
 def make_authority(folder: Path, *, name: str) -> None:
     """Write ``ca.key`` and ``ca.crt`` (P-256, valid for ten years) into ``folder``.
 
     Args:
-        folder: Exists; holds no authority yet.
-        name: Of the federation; stands in the certificate.
+        folder: An existing folder without an authority.
+        name: Name of the federation, for the certificate.
 
     Raises:
-        FileExistsError: There is a key already: an authority is never replaced.
+        FileExistsError: There is already a key; an authority is never replaced.
     """
     key, subject = ec.generate_private_key(ec.SECP256R1()), _name(f"{name} authority")
     extensions = [
@@ -63,10 +63,10 @@ def issue_certificate(
 
     Args:
         authority: Folder of ``ca.key`` and ``ca.crt``.
-        folder: Exists; an old key and certificate in it are replaced.
-        addresses: Host names and IP addresses under which the server is reached; the first is the
+        folder: An existing folder; an old key and certificate in it are replaced.
+        addresses: Host names and IP addresses at which the server is reached; the first is the
             certificate's common name.
-        days: How long it is valid; negative numbers give an expired one, for tests.
+        days: Days of validity; negative numbers give an expired certificate, for tests.
     """
     issuer_key = serialization.load_pem_private_key(
         (authority / "ca.key").read_bytes(), password=None
@@ -87,10 +87,10 @@ def issue_certificate(
 
 
 def make_node_key(path: Path) -> Path:
-    """Write a SuperNode's key (P-384, OpenSSH) to ``path`` and return its public half's path.
+    """Write a SuperNode's key (P-384, OpenSSH) to ``path``; return the path of its public key.
 
     Raises:
-        FileExistsError: There is a key already: the server knows a node by it.
+        FileExistsError: There is already a key, by which the server knows the node.
     """
     key = ec.generate_private_key(ec.SECP384R1())
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
@@ -102,10 +102,10 @@ def make_node_key(path: Path) -> Path:
 
 
 def make_sum_key(path: Path) -> Path:
-    """Write a site's keys of secure sums to ``path``; return the path of their public halves.
+    """Write a site's keys for secure sums to ``path``; return the path of its public keys.
 
     Raises:
-        FileExistsError: There are keys already: the other sites know this one by them.
+        FileExistsError: There are already keys, by which the other sites know this one.
     """
     if path.exists():
         raise FileExistsError(path)
@@ -116,7 +116,7 @@ def make_sum_key(path: Path) -> Path:
 
 
 def general_name(address: str) -> x509.GeneralName:
-    """Return an address as a certificate holds it: an IP address, or else a host name.
+    """Return an address in the form for a certificate: an IP address, or else a host name.
 
     Example:
         >>> general_name("10.0.0.7"), general_name("fl.example.org")
@@ -151,7 +151,7 @@ def _write(
     *,
     days: float,
 ) -> None:
-    """Write ``<path>.key`` and ``<path>.crt``, which begins now, or a day before it expired."""
+    """Write ``<path>.key`` and ``<path>.crt``; it is valid from now, or a day before it expired."""
     now = datetime.now(UTC)
     end = now + timedelta(days=days)
     builder = (
@@ -176,13 +176,13 @@ def _write(
 AUTHORITY, SERVER = "ca", "server"  # names of folders
 SERVER_FILE, SITE_FILE = "server.env", "site.env"
 ROSTER_FILE = "roster.json"
-SIGNING_KEY_FILE = "signing.key"  # beside it signing.pub, by which sites know models that return
+SIGNING_KEY_FILE = "signing.key"  # next to it signing.pub, with which sites check models
 CERTIFICATE_DAYS = 365
 POLICY_FILE = "policy.yaml"
-SETTINGS = (SERVER_FILE, SITE_FILE, POLICY_FILE, "dataset.yaml")  # for people to edit
+SETTINGS = (SERVER_FILE, SITE_FILE, POLICY_FILE, "dataset.yaml")  # files for people to edit
 UNIT = "fednas.service"
-SCRIPTS = ("start.sh", "operate")  # which one starts
-_MACHINE = Path(__file__).parent / "folder"  # scripts, the same for all, and patterns of settings
+SCRIPTS = ("start.sh", "operate")  # people start these
+_MACHINE = Path(__file__).parent / "folder"  # scripts, the same for all, and templates of settings
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 
@@ -210,7 +210,7 @@ class Server(parser.Checked):
     """The server of a deployment.
 
     Attributes:
-        addresses: Host names and IP addresses; sites use the first.
+        addresses: Host names and IP addresses of the server; sites use the first.
         port: TCP port.
     """
 
@@ -223,8 +223,8 @@ class Deployment(parser.Checked):
     """Contents of ``sites.yaml``.
 
     Attributes:
-        federation: A name for the certificates.
-        server: Where sites reach it.
+        federation: Name for the certificates.
+        server: Addresses at which sites reach the server.
         sites: Names of the sites; a site's place in the list is its partition.
     """
 
@@ -235,18 +235,19 @@ class Deployment(parser.Checked):
 
 @umask(OTHERS_WRITE)
 def provision(deployment: Deployment, output: Path, *, roster: Roster | None = None) -> list[Path]:
-    """Write the authority, if there is none yet, and what every machine needs.
+    """Write the authority, if there is none yet, and the folder of every machine.
 
-    The server's certificate is made anew each time, so provisioning again renews it. Settings that
-    are there are kept: they may have been edited. Keys of nodes are not here to be lost.
+    The server's certificate is made anew each time, so provisioning again renews it. Existing
+    settings are kept, as they may have been edited. Keys of nodes are not in these folders and
+    cannot be lost.
 
     Args:
-        deployment: What :func:`load_sites` returns.
-        output: A folder, created if missing.
-        roster: Of secure sums, which every site gets; None leaves out what there may be.
+        deployment: Result of :func:`load_sites`.
+        output: Folder, created if missing.
+        roster: Roster of secure sums, which every site gets; None writes no roster.
 
     Returns:
-        The folders of server and sites, in their order.
+        The folders of the server and the sites, in this order.
     """
     authority, server = output / AUTHORITY, output / SERVER
     output.mkdir(parents=True, exist_ok=True)
@@ -258,7 +259,7 @@ def provision(deployment: Deployment, output: Path, *, roster: Roster | None = N
     port, (first, *_) = deployment.server.port, deployment.server.addresses
     facts: dict[str, object] = {"federation": deployment.federation, "port": port}
     _write_machine("server", authority, server, facts | {"name": SERVER})
-    # its own processes and its operator reach it by loopback
+    # the server's own processes and its operator reach it by loopback
     addresses = list(dict.fromkeys([*deployment.server.addresses, "localhost", "127.0.0.1"]))
     issue_certificate(authority, server, addresses=addresses, days=CERTIFICATE_DAYS)
     (server / SIGNING_KEY_FILE).unlink(missing_ok=True)
@@ -275,7 +276,7 @@ def provision(deployment: Deployment, output: Path, *, roster: Roster | None = N
             roster.write(output / name / ROSTER_FILE)
     for folder in (authority, *machines):
         for path in (folder, *folder.iterdir()):
-            path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # also what was there before
+            path.chmod(path.stat().st_mode & ~OTHERS_WRITE)  # also files that existed before
     return machines
 
 
@@ -283,7 +284,7 @@ def read_roster(deployment: Deployment, folder: Path) -> Roster:
     """Return the roster of the public keys that sites have sent, ``<site>.pub`` in a folder.
 
     Raises:
-        ConfigError: One is missing or is none, or two sites have the same keys.
+        ConfigError: A file is missing or has no keys, or two sites have the same keys.
     """
     sites = []
     for name in deployment.sites:
@@ -302,7 +303,7 @@ def load_sites(path: Path) -> Deployment:
     """Read a ``sites.yaml``.
 
     Raises:
-        ConfigError: It cannot be read, or a key or value is wrong.
+        ConfigError: The file cannot be read, or a key or value is wrong.
     """
     origin = f"the list of sites {path}"
     tree = read_yaml(path, origin)
@@ -313,11 +314,11 @@ def load_sites(path: Path) -> Deployment:
 
 
 def _write_machine(kind: str, authority: Path, folder: Path, facts: Mapping[str, object]) -> None:
-    """Write what all machines of a kind get; settings that are there stay as they are."""
+    """Write the files of all machines of a kind; existing settings stay unchanged."""
     kept = {name for name in SETTINGS if (folder / name).exists()}
     folder.mkdir(exist_ok=True)
     for path in (*(_MACHINE / kind).iterdir(), _MACHINE / "parts.sh"):
-        if path.name not in kept:  # without modes: an installed package has lost them
+        if path.name not in kept:  # without modes, which an installed package has lost
             shutil.copyfile(path, folder / path.name)
     for script in SCRIPTS:
         if (folder / script).exists():

@@ -1,12 +1,12 @@
-"""Flower's SuperLink, except that only its own machine can command it.
+"""Flower's SuperLink, with the difference that only its own machine can command it.
 
 ``python -m fednas_flwr.deploy.sites.superlink`` takes the arguments of ``flower-superlink``. Flower
-1.41 serves three interfaces on one port. Fleet is for nodes, which prove who they are by registered
-keys. Runtime is for executors, which prove it by ``--superexec-auth-secret-file``, if it is given.
-Control asks nobody: whoever reaches the port could register a key or start a run. Here it answers
-loopback alone, as does Runtime without a secret. Whoever is refused is one line of the log. A node
-that has been away is let in again only after server apps had time to miss it, so that what it had
-taken and lost is not waited for.
+1.41 serves three interfaces on one port. Fleet is for nodes, which authenticate with registered
+keys. Runtime is for executors, which authenticate with ``--superexec-auth-secret-file``, if it is
+given. Control does not authenticate callers: anyone who reaches the port could register a key or
+start a run. Here Control answers only loopback, as does Runtime without a secret. Each refusal is
+one line in the log. A node that has been away is let in again only after server apps had time to
+notice, so that they do not wait for messages that it had fetched and lost.
 """
 
 import ipaddress
@@ -24,16 +24,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fednas_flwr.deploy import flower_patches
 
 FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
-AWAY_S = 5.0  # server apps ask for replies many times within this
+AWAY_S = 5.0  # server apps ask for replies many times within this time
 REFUSAL = "only the server's own machine may ask this\n"
 
 
 class Guard:
-    """ASGI middleware that refuses what other machines must not ask, and logs who is refused.
+    """ASGI middleware that refuses requests that other machines must not make, and logs them.
 
     Args:
         app: The SuperLink.
-        for_all: Beginnings of the paths that other machines may ask.
+        for_all: Prefixes of the paths that other machines may request.
     """
 
     def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:
@@ -60,13 +60,13 @@ class Guard:
 
 
 def paths_for_all(app: Starlette) -> tuple[str, ...]:
-    """Return the beginnings of those paths of a SuperLink that ask callers who they are."""
+    """Return the prefixes of those paths of a SuperLink that authenticate callers."""
     has_secret = getattr(app.state, "superexec_auth_secret", None) is not None
     return (FLEET, HEALTH, RUNTIME) if has_secret else (FLEET, HEALTH)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is this machine's own, as ``127.0.0.1`` or ``::1`` are."""
+    """Return True if an address is loopback, such as ``127.0.0.1`` or ``::1``."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -75,7 +75,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _log_refusal(path: str, peer: str, status: int) -> None:
-    """Explain an error in an answer to the node."""
+    """Log an explanation of an error in an answer to a node."""
     if status == 401:
         reason = "its key was revoked, or its clock is more than 5 s ahead or 5 min behind"
     elif path.endswith("/activate-node") and status >= 400:
@@ -86,7 +86,7 @@ def _log_refusal(path: str, peer: str, status: int) -> None:
 
 
 def main() -> None:
-    """Run ``flower-superlink`` behind the guard; whoever comes back is missed first."""
+    """Run ``flower-superlink`` behind the guard; a returning node must first be missed."""
 
     def serve(run: Callable[..., None], *, app: Starlette, **settings: Any) -> None:
         run(Guard(app, paths_for_all(app)), **settings)

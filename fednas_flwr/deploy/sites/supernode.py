@@ -1,11 +1,11 @@
-"""Flower's SuperNode, except that it asks sooner, and gives up replies that stay incomplete.
+"""Flower's SuperNode, which here asks sooner and gives up replies that stay incomplete.
 
 ``python -m fednas_flwr.deploy.sites.supernode`` takes the arguments of ``flower-supernode``. A
-client process hands its reply over in pieces. Flower 1.41 waits for the next piece without end, and
-takes
-no other message meanwhile: if the process is killed in the middle, its site would be lost to all
-runs. Here such a reply is given up; the server's app is told of it after three minutes, by Flower.
-Flower asks for messages every three seconds; here a node asks often after a message, as in a round.
+client process hands its reply over in pieces. Flower 1.41 waits for the next piece without end and
+takes no other message meanwhile: if the process were killed in the middle, its site would be lost
+to all runs. Here such a reply is given up; Flower informs the server app after three minutes.
+Flower asks for messages every three seconds; here a node asks more often after a message, as in a
+round.
 """
 
 import time
@@ -17,31 +17,31 @@ from flwr.supernode.cli import flower_supernode
 from fednas_flwr.deploy import flower_patches
 
 PATIENCE_S = 60.0  # for one piece, from a process on the same machine
-SHORTEST_S, LONGEST_S = 0.2, 3.0  # between two questions for a message; the latter is Flower's
-SHARE = 0.1  # of the time since the last message
-REPLY_S = 0.1  # until a reply is looked for again, which is in memory
+SHORTEST_S, LONGEST_S = 0.2, 3.0  # between two requests for a message; the latter is Flower's value
+SHARE = 0.1  # a pause, as a share of the time since the last message
+REPLY_S = 0.1  # until the next look for a reply, which is in memory
 
 
 class ImpatientStore:
     """An object store whose reader gives up.
 
     Args:
-        store: Flower's.
+        store: Flower's object store.
     """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._waiting: dict[str, float] = {}  # object -> since when
+        self._waiting: dict[str, float] = {}  # object -> time since when it is awaited
 
     def __getattr__(self, name: str) -> Any:
-        """Return the messages of the store itself."""
+        """Return the attribute of the store itself."""
         return getattr(self._store, name)
 
     def get(self, object_id: str) -> bytes | None:
-        """Return an object, empty while it is not there yet.
+        """Return an object; empty while it has not arrived.
 
         Raises:
-            TimeoutError: It was not there for ``PATIENCE_S``.
+            TimeoutError: It has not arrived within ``PATIENCE_S``.
         """
         content = self._store.get(object_id)
         if content == b"":
@@ -52,15 +52,15 @@ class ImpatientStore:
 
 
 class Pace:
-    """Time that a SuperNode waits before it asks again: seldom after long without a message."""
+    """The time that a SuperNode waits before it asks again; it grows while no message comes."""
 
     def __init__(self) -> None:
-        """Begin as after a message."""
+        """Begin as if after a message."""
         self._waited_s = 0.0
 
     def __call__(self, seconds: float) -> float:
-        """Return the seconds to wait where Flower would wait for ``seconds``."""
-        if seconds < LONGEST_S:  # for a reply: a message has come
+        """Return the seconds to wait when Flower would wait for ``seconds``."""
+        if seconds < LONGEST_S:  # a wait for a reply: a message has arrived
             self._waited_s = 0.0
             return REPLY_S
         wait_s = min(max(SHORTEST_S, SHARE * self._waited_s), LONGEST_S)
@@ -72,7 +72,7 @@ def main() -> None:
     """Run ``flower-supernode``.
 
     Raises:
-        AttributeError: This Flower sends replies in another way.
+        AttributeError: This version of Flower sends replies in another way.
     """
     flower_patches.ask_sooner(Pace())
     flower_patches.give_up_replies(ImpatientStore)

@@ -1,1 +1,1 @@
-"""A site's books: what its records have spent, under a key, and what is left."""
+"""A site's books: the spending of its records, sealed with a key, and what is left of budgets."""

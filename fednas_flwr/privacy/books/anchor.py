@@ -1,14 +1,14 @@
-"""A ledger's secret key, its high-water mark and the daily allowance: what lies outside its folder.
+"""The parts of a ledger outside its folder: secret key, high-water mark and daily allowance.
 
-The mark says which row of the ledger was the last one, under the key's seal, so that a ledger that
-was rolled back, truncated or deleted is noticed. It is a sqlite file, because its write lock is
-also the lock of the ledger: it frees itself when a process is killed. ``ledger`` uses all of this,
-and whatever else is sealed with its key the functions of keys and seals.
+The mark records the last row of the ledger, sealed with the key, so that a ledger that was rolled
+back, truncated or deleted is noticed. It is a sqlite file, because its write lock is also the lock
+of the ledger and is released when a process is killed. ``ledger`` uses all of this module;
+everything else that is sealed with the key uses its functions for keys and seals.
 
-The allowance counts the bytes that requests make a site write, once for all of its books: rows and
-commitments of the ledger, lines of the audit trail, rows of the journal of secure sums, kept models
-and the site's log all take from it before they are written (:func:`take`). Every amount follows
-from requests and the policy alone, never from records.
+The allowance counts the bytes that requests make a site write, jointly for all of its books. Rows
+and commitments of the ledger, lines of the audit trail, rows of the journal of secure sums, kept
+models and the site's log all count against it before they are written (:func:`take`). Every amount
+follows from requests and the policy alone, never from records.
 """
 
 import fcntl
@@ -26,9 +26,9 @@ from fednas_flwr.base import files
 from fednas_flwr.base.errors import DamagedError, DayFullError
 
 KEY_BYTES = 32
-WAIT_S = 60.0  # for other processes
+WAIT_S = 60.0  # time to wait for other processes
 _SCHEMA = "CREATE TABLE IF NOT EXISTS mark (sequence INTEGER, mac TEXT, seal TEXT)"
-# What a full or failing disk, missing rights or another process cause; all else is damage.
+# Errors from a full or failing disk, missing rights or another process; all others are damage.
 _NOT_DAMAGE = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -40,15 +40,15 @@ _NOT_DAMAGE = (
 
 
 class Mark:
-    """The mark beside a key, ``<key>.mark``; both are created if neither exists.
+    """The mark next to a key, ``<key>.mark``; both are created if neither exists.
 
-    The mark is created before the key, so that a key without mark is never the work of a crash.
+    The mark is created before the key, so that a key without a mark never results from a crash.
 
     Args:
-        key_path: The key: a file of 64 hex digits, readable by its owner only.
+        key_path: The key, a file of 64 hex digits that only its owner can read.
 
     Attributes:
-        connection: In autocommit; a transaction on it holds the only write lock.
+        connection: Connection in autocommit; a transaction on it holds the only write lock.
 
     Raises:
         RuntimeError: There is a key but no mark.
@@ -69,11 +69,11 @@ class Mark:
                 raise
 
     def is_empty(self) -> bool:
-        """Return whether no row of the ledger was ever marked."""
+        """Return True if no row of the ledger was ever marked."""
         return self.connection.execute("SELECT 1 FROM mark WHERE sequence > 0").fetchone() is None
 
     def load_key(self) -> None:
-        """Read the key; on a new site, which no mark was set on, create it. Needs the lock."""
+        """Read the key; on a new site without any mark, create it. The lock must be held."""
         new = self.connection.execute("SELECT 1 FROM mark").fetchone() is None
         if new and not self.key_path.exists():
             files.make_key(self.key_path, KEY_BYTES)
@@ -82,10 +82,10 @@ class Mark:
             self.move(0, self.genesis())
 
     def position(self) -> tuple[int, str]:
-        """Return number and HMAC of the last row of the ledger.
+        """Return the number and HMAC of the last row of the ledger.
 
         Raises:
-            RuntimeError: The mark is not what was written with this key.
+            RuntimeError: The mark was not written with this key.
         """
         row = self.connection.execute("SELECT sequence, mac, seal FROM mark").fetchone()
         if row is None or not equal(row[2], self.hmac("mark", row[1], row[0])):
@@ -93,7 +93,7 @@ class Mark:
         return row[0], row[1]
 
     def move(self, sequence: int, mac: str) -> None:
-        """Set the mark; it counts once committed."""
+        """Set the mark; it takes effect once committed."""
         self.connection.execute("DELETE FROM mark")
         self.connection.execute(
             "INSERT INTO mark VALUES (?, ?, ?)", (sequence, mac, self.hmac("mark", mac, sequence))
@@ -122,7 +122,7 @@ def equal(found: object, expected: str) -> bool:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Return a connection, in autocommit, whose every commit is on disk when it returns."""
+    """Return a connection in autocommit; every commit is on disk when it returns."""
     files.make_folder(path.parent)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     connection = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
@@ -130,7 +130,7 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         while True:
             try:
-                # The write-ahead log needs one sync per commit; sqlite does not wait here itself.
+                # The write-ahead log needs one sync per commit; sqlite itself does not wait here.
                 connection.execute("PRAGMA journal_mode = WAL")
                 break
             except sqlite3.OperationalError as error:
@@ -145,7 +145,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def damaged(what: str) -> DamagedError:
-    """Return the error for files that cannot be trusted any more."""
+    """Return the error for files that can no longer be trusted."""
     return DamagedError(
         f"{what}: the ledger is damaged and nothing is released; restore its newest files or "
         "count its budgets as spent."
@@ -176,13 +176,13 @@ def read_key(path: Path) -> bytes:
     return files.read_key(path, KEY_BYTES)
 
 
-MOST_BYTES = 2**28  # a day (UTC), see policy.yaml
+MOST_BYTES = 2**28  # per day (UTC), see policy.yaml
 _DAY_S = 86_400
 
 
 @contextmanager
 def locked(path: Path, *, flags: int = 0) -> Iterator[int]:
-    """Yield an open file, made when missing, while no other process has it locked."""
+    """Yield an open file, created if missing, that no other process has locked meanwhile."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -192,29 +192,29 @@ def locked(path: Path, *, flags: int = 0) -> Iterator[int]:
 
 
 def counter_of(key_path: Path) -> Path:
-    """Return the counter of a site, a file beside the key of its ledger."""
+    """Return the counter of a site, a file next to the key of its ledger."""
     return key_path.with_name(f"{key_path.name}.day")
 
 
 def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int = 0) -> None:
     """Count bytes that are about to be written, or raise.
 
-    A power cut may lose the count, which no server can cause: it is not synced.
+    The count is not synced. A power cut may lose it, which no server can cause.
 
     Args:
-        counter: From :func:`counter_of`, in a folder that exists; created if missing.
-        num_bytes: At least as many as will be written.
-        now: Seconds since 1970; None asks the clock.
-        beyond: Bytes that may be taken when the allowance is spent, to say so.
+        counter: Result of :func:`counter_of`, in a folder that exists; created if missing.
+        num_bytes: Number of bytes, at least as many as will be written.
+        now: Seconds since 1970; None reads the clock.
+        beyond: Bytes that may be taken to report that the allowance is spent.
 
     Raises:
-        DayFullError: They are more than what is left of this day; the refusal is counted.
+        DayFullError: The bytes exceed the rest of this day's allowance; the refusal is counted.
     """
     day = int((time.time() if now is None else now) // _DAY_S)
     with locked(counter) as descriptor:
         try:
             known, used, refused = map(int, os.pread(descriptor, 99, 0).split())
-        except ValueError:  # it is new
+        except ValueError:  # the file is new
             known = used = refused = 0
         used, refused = (used, refused) if known == day else (0, 0)
         fits = used + num_bytes <= MOST_BYTES + beyond

@@ -1,12 +1,13 @@
-"""Ledger of a site's spent privacy budgets: a durable, chained record in one sqlite file.
+"""The ledger of a site's spent privacy budgets: a durable, chained record in one sqlite file.
 
-:meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. Not for
-deciding what may be asked (``policy``) or what a release costs (``renyi_filter``).
-:func:`by_kind` and :func:`epsilons_of` sum rows up for people who look at them.
+:meth:`Ledger.reserve` books a release before its noise is drawn; nothing is ever refunded. It does
+not decide what may be asked (``policy``) or what a release costs (``renyi_filter``).
+:func:`by_kind` and :func:`epsilons_of` summarise rows for people.
 
-Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
-an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
-mark (``anchor``), beside the key and outside the ledger's folder, knows the last row. Reserving
+Every row carries an HMAC over itself and the row before. With running totals per budget and split,
+under an HMAC that ties them to the last row, a reservation takes no longer after a million rows.
+The mark (``anchor``), next to the key and outside the ledger's folder, records the last row.
+Reserving
 
 1. takes the mark's lock and checks that the ledger ends at the mark,
 2. checks the budget against the running totals, inserts row and totals,
@@ -15,21 +16,23 @@ mark (``anchor``), beside the key and outside the ledger's folder, knows the las
 
 and returns only then; both commits are synced to disk. A crash before 3 leaves nothing behind. One
 between 3 and 4 leaves the ledger one row *ahead* of its mark: the row counts although nothing was
-released, and the next use moves the mark. A ledger *behind* its mark, or two rows ahead, is no
-crash's work: it was rolled back, truncated, edited or deleted, and nothing is released any more.
+released, and the next use moves the mark. A ledger *behind* its mark, or two rows ahead, is not the
+result of a crash: it was rolled back, truncated, edited or deleted, and nothing is released any
+more.
 
-An account keeps in mind which assignments it was used with: a data set, and which record is in
-which split. Releases on the first one are charged to the splits that they read, those on any other
-to every split. So everything that was released of a record is charged to the split that it has
-in the first assignment, however the same records were exported, divided or named later: no split's
-budget can be passed by records that have changed sides.
+An account records the assignments with which it was used: a data set, and the split of each record.
+Releases on the first assignment are charged to the splits that they read, those on any other to
+every split. Everything that was released about a record is therefore charged to its split in the
+first assignment, however the same records were exported, divided or named later. No split's budget
+can be exceeded by records that have changed splits.
 
-A row keeps the unit that its release protects, and every budget is counted for the unit that its
+A row stores the unit that its release protects, and every budget is counted for the unit that its
 next release protects (``renyi.counted``).
 
 Guarantee:
-    Whoever can write the ledger's folder, but neither read the key nor write the mark, cannot make
-    a site spend more than its budget. Whoever can restore old copies of both together can.
+    Someone who can write the ledger's folder, but can neither read the key nor write the mark,
+    cannot make a site spend more than its budget. Someone who can restore old copies of both
+    together can.
 """
 
 import json
@@ -54,7 +57,7 @@ from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import Checked
 
-_ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
+_ROW_BYTES = 300  # per row or commitment, besides its values: its HMAC and sqlite's overhead
 _COLUMNS = (
     "sequence, time, account, data_set, run, stage, round, verb, splits, noise_multiplier, "
     "sample_rate, steps, run_steps, committed_steps, unit"
@@ -71,7 +74,7 @@ _SCHEMA = """
 """
 # {account: {"orders": [...], "totals": _Totals, "assignments": [[data set, HMAC], ...]}}
 _State = dict[str, dict[str, Any]]
-# {unit: {split: what the unit's rows cost at each order, then what they cost for a finer unit}}
+# {unit: {split: the cost of the unit's rows at each order, then their cost for a finer unit}}
 _Totals = dict[str, dict[str, list[float]]]
 
 
@@ -80,17 +83,17 @@ class Entry(Checked):
     """One release, as it is booked.
 
     Attributes:
-        account: Whose budget pays: the ``account`` of the data set's policy.
+        account: Account whose budget pays: the ``account`` in the data set's policy.
         data_set: Id of the data set.
         run: Name of the run.
         stage: One of ``privacy.plan.STAGES``.
         round: Round within the stage.
-        action: What the client was asked.
-        splits: Splits that pay: those that are read.
-        release: What is released.
+        action: The action that was requested of the client.
+        splits: The splits that pay, which are those that are read.
+        release: The release that is booked.
         committed_steps: Steps of this kind (run, stage, action, splits) that the run committed to.
             Rows of one kind share it, the noise multiplier and the sample rate.
-        unit: What it protects one of, from ``renyi.booked_unit``.
+        unit: The unit that it protects, from ``renyi.booked_unit``.
     """
 
     account: str
@@ -110,10 +113,10 @@ class Row:
     """One row of a ledger.
 
     Attributes:
-        sequence: From 1, without gaps; the order of booking.
+        sequence: Number in the order of booking, from 1, without gaps.
         time: Seconds since 1970 by the site's clock; nothing depends on it.
-        entry: What was booked.
-        run_steps: Steps of this kind that the run has booked up to here.
+        entry: The booked release.
+        run_steps: Steps of this kind that the run has booked so far.
     """
 
     sequence: int
@@ -127,8 +130,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     Args:
         path: The ledger's file, created if missing.
-        key_path: Its secret key, one for each ledger, created if missing; outside ``path``'s
-            folder and readable by its owner only. The mark lies beside it.
+        key_path: The ledger's own secret key, created if missing; outside ``path``'s folder and
+            readable by its owner only. The mark is next to it.
 
     Raises:
         ConfigError: The key is in the ledger's folder, readable by others, or no key.
@@ -159,15 +162,15 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.close()
 
     def close(self) -> None:
-        """Close the files; what was reserved is on disk already."""
+        """Close the files; reservations are already on disk."""
         self._rows.close()
         self._mark.connection.close()
 
     def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
-        """Book ``entry``, or raise; what is booked may then be released, once.
+        """Book ``entry``, or raise; what is booked may then be released once.
 
-        For every split, all that any run ever booked on it is composed by a ``RenyiFilter``, whose
-        orders are fixed at the account's first booking.
+        For every split, everything that any run ever booked on it is composed by a ``RenyiFilter``;
+        its orders are fixed at the account's first booking.
 
         Args:
             entry: The release.
@@ -176,10 +179,11 @@ class Ledger(AbstractContextManager["Ledger"]):
             assignment: The :meth:`fingerprint` of the records and their splits.
 
         Raises:
-            BudgetExceededError: A split's budget does not afford this, or holds releases that
+            BudgetExceededError: A split's budget does not cover the entry, or has releases that
                 promise nothing for the entry's unit.
-            ConfigError: The run leaves the terms it committed to, or books more steps; the entry is
-                not charged to every split, and the account was first used with another assignment.
+            ConfigError: The run departs from the terms it committed to, or books more steps; or the
+                entry is not charged to every split although the account was first used with another
+                assignment.
             DayFullError: The site's daily allowance does not cover the row.
             RuntimeError: The ledger is damaged, or was opened before a fork.
             OSError: A file cannot be written, or stayed locked.
@@ -207,7 +211,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._mark.connection.execute("COMMIT")
 
     def commit(self, run: str, terms: str) -> None:
-        """Keep what a run commits to; it does so once, before its first release.
+        """Keep a run's commitment, which it makes once, before its first release.
 
         Args:
             run: Name of the run.
@@ -224,13 +228,13 @@ class Ledger(AbstractContextManager["Ledger"]):
             if known is not None and known != terms:
                 raise ConfigError(f"run {run} has committed to other terms: start a new run.")
             if known is None:
-                self._take(self._clock(), run, run, terms)  # its index repeats the run
+                self._take(self._clock(), run, run, terms)  # the index repeats the run's name
                 mac = self._mark.hmac("commitment", run, terms)
                 self._rows.execute("INSERT INTO commitments VALUES (?, ?, ?)", (run, terms, mac))
                 self._rows.execute("COMMIT")
 
     def committed(self, run: str) -> str | None:
-        """Return the terms that a run has committed to, None if it has not."""
+        """Return the terms that a run has committed to; None if there are none."""
         with self._exclusive():
             return self._commitment(run)
 
@@ -241,7 +245,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             return {run: self._commitment(run) or "" for (run,) in runs}
 
     def approve(self, run: str) -> None:
-        """Note that a person has approved what a run has committed to.
+        """Record that a person has approved a run's commitment.
 
         Raises:
             ConfigError: The run has committed to nothing.
@@ -255,7 +259,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._rows.execute("COMMIT")
 
     def is_approved(self, run: str) -> bool:
-        """Return whether a person has approved what a run has committed to."""
+        """Return True if a person has approved a run's commitment."""
         with self._exclusive():
             row = self._rows.execute("SELECT mac FROM approvals WHERE run = ?", (run,)).fetchone()
             terms = self._commitment(run)
@@ -266,11 +270,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         return self._mark.hmac("assignment", data_set, assignment)
 
     def is_first(self, account: str, assignment: str) -> bool:
-        """Return whether releases may be charged to the splits that they read alone.
+        """Return True if releases may be charged only to the splits that they read.
 
         Args:
-            account: Whose budget pays.
-            assignment: What :meth:`fingerprint` returns for the records that are held now.
+            account: Account whose budget pays.
+            assignment: Result of :meth:`fingerprint` for the records that are held now.
         """
         with self._exclusive() as end:
             known = _account(self._state(*end), account)["assignments"]
@@ -305,7 +309,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return [row for row in rows if account in (None, row.entry.account)]
 
     def verify(self) -> int:
-        """Return the number of rows, after checking every row, the totals and the mark.
+        """Return the number of rows after checking every row, the totals and the mark.
 
         Raises:
             RuntimeError: One sentence says what is damaged.
@@ -347,8 +351,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     @contextmanager
     def _exclusive(self) -> Iterator[tuple[int, str]]:
-        """Hold both locks; give number and HMAC of the last row, which the mark confirms."""
-        if os.getpid() != self._pid:  # sqlite's locks do not come over a fork
+        """Hold both locks; yield number and HMAC of the last row, confirmed by the mark."""
+        if os.getpid() != self._pid:  # sqlite's locks do not survive a fork
             raise RuntimeError(f"the ledger {self.path} was opened before a fork: open it again.")
         with self._mutex, anchor.plain_errors(self.path):
             try:
@@ -358,7 +362,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self._mark.connection.rollback()
 
     def _lock(self) -> tuple[int, str]:
-        """Take both locks and check the end; a mark that a crash left behind is moved first."""
+        """Take both locks and check the last row; a mark left behind by a crash is moved first."""
         while True:
             self._mark.connection.execute("BEGIN IMMEDIATE")
             self._rows.execute("BEGIN IMMEDIATE")
@@ -370,7 +374,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._mark.connection.execute("COMMIT")
 
     def _is_marked(self, last: int, last_mac: str) -> bool:
-        """Return whether the mark is at the last row, False if it is one behind; else raise."""
+        """Return True if the mark is at the last row, False if it is one behind; else raise."""
         if self._current_inodes() != self._inodes:
             raise anchor.damaged(
                 f"{self.path} or its mark was deleted or replaced while it was open"
@@ -394,7 +398,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return False
 
     def _take(self, now: float, *values: object) -> None:
-        """Count what a row of these values takes of the site's daily allowance."""
+        """Charge a row with these values to the site's daily allowance."""
         anchor.take(self._counter, len(str(values).encode()) + _ROW_BYTES, now=now)
 
     def _commitment(self, run: str) -> str | None:
@@ -416,18 +420,18 @@ class Ledger(AbstractContextManager["Ledger"]):
         return row
 
     def _hmac_of(self, sequence: int, previous_mac: object) -> str:
-        """Return the HMAC that the row in the file has after another row."""
+        """Return the HMAC of the row in the file, given that of the row before."""
         query = f"SELECT {_COLUMNS} FROM entries WHERE sequence = ?"
         values = self._rows.execute(query, (sequence,)).fetchone()
         return self._mark.hmac("row", previous_mac, values)
 
     def _current_inodes(self) -> list[int | None]:
-        """Return which files now lie where ledger and mark were opened."""
+        """Return the inodes of the files that are now at the paths of ledger and mark."""
         files = (self.path, self._mark.path)
         return [file.stat().st_ino if file.exists() else None for file in files]
 
     def _checked_rows(self) -> Iterator[Row]:
-        """Give every row, in order, after checking that it follows the one before."""
+        """Yield every row, in order, after checking that it follows the one before."""
         mac, sequence = self._mark.genesis(), 0
         query = f"SELECT {_COLUMNS}, mac FROM entries ORDER BY sequence"
         for *values, found in self._rows.execute(query):
@@ -437,7 +441,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             yield _row(values)
 
     def _state(self, last: int, last_mac: str) -> _State:
-        """Return orders and totals of every account; their HMAC ties them to the last row."""
+        """Return the orders and totals of every account; their HMAC ties them to the last row."""
         if last == 0:
             return {}
         row = self._rows.execute("SELECT state, mac FROM totals").fetchone()
@@ -446,7 +450,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return json.loads(row[0])
 
     def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
-        """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
+        """Record the entry's assignment in ``state``; refuse one that must pay on every split."""
         known, this = _account(state, entry.account)["assignments"], [entry.data_set, assignment]
         if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
             raise ConfigError(
@@ -457,7 +461,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             known.append(this)
 
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
-        """Add the entry to the totals in ``state``, or raise where it does not fit."""
+        """Add the entry to the totals in ``state``, or raise if it does not fit."""
         booked = _account(state, entry.account)
         totals = booked["totals"]
         if others := {
@@ -480,7 +484,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         _add(totals, entry, booked["orders"])
 
     def _values(self, sequence: int, entry: Entry) -> tuple[Any, ...]:
-        """Return the columns of a new row; refuse other terms than the run's, and more steps."""
+        """Return the columns of a new row; refuse terms other than the run's, and more steps."""
         splits, release = ",".join(entry.splits), entry.release
         noise_multiplier, rate = float(release.noise_multiplier), float(release.sample_rate)
         last = self._last_of_kind((entry.run, entry.account, entry.stage, entry.action, splits))
@@ -520,12 +524,12 @@ class Ledger(AbstractContextManager["Ledger"]):
 
 
 def _account(state: _State, name: str) -> dict[str, Any]:
-    """Return what is booked on an account, changed in place."""
+    """Return the bookings of an account, which may be changed in place."""
     return state.setdefault(name, {"orders": None, "totals": {}, "assignments": []})
 
 
 def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
-    """Add what an entry costs, for its own unit and for finer ones, to the totals of its splits."""
+    """Add an entry's cost, for its own unit and for finer ones, to the totals of its splits."""
     releases = (entry.release, renyi.counted(entry.release, entry.unit, RECORD))
     costs = [
         math.inf if of is None else renyi.cost(of, order) for of in releases for order in orders
@@ -538,7 +542,7 @@ def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
 def _booked_filter(
     booked: dict[str, Any], split: str, unit: str, *, epsilon: float, delta: float
 ) -> RenyiFilter:
-    """Return the filter of one split, as an account's state has it, counted for a unit."""
+    """Return the filter of one split from an account's state, counted for a unit."""
     orders = booked["orders"]
     totals = [0.0] * len(orders or ())
     for paid, by_split in booked["totals"].items():
@@ -562,7 +566,7 @@ def _row(values: list[Any]) -> Row:
 def by_kind(rows: Iterable[Row]) -> list[list[Row]]:
     """Return the rows of each kind, in the order of first booking.
 
-    They are what a run asked of an account with one action in one stage, all under the same terms.
+    Rows of a kind come from one run, stage and action on an account, all under the same terms.
     """
     kinds: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -573,15 +577,15 @@ def by_kind(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], dict[str, float]]:
-    """Return what rows cost, by account and unit that it has paid for, of each split that paid.
+    """Return the cost of rows in each split that paid, by account and unit.
 
-    An epsilon is that of all rows of an account that a split paid for, counted for the unit, and
+    An epsilon covers all rows of an account that a split paid for, counted for the unit and
     composed by ``prv_epsilon`` as if they had been planned together. A site enforces its budget
-    with the larger numbers of ``RenyiFilter``, which hold for requests that depend on earlier
-    outputs too.
+    with the larger numbers of ``RenyiFilter``, which also hold for requests that depend on earlier
+    outputs.
 
     Args:
-        rows: As ``Ledger.entries`` returns them.
+        rows: Rows, as returned by ``Ledger.entries``.
         delta: Strictly between 0 and 1.
 
     Raises:

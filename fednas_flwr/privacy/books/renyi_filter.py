@@ -1,9 +1,9 @@
-"""Enforcing a fixed privacy budget when each request is chosen after seeing the earlier releases.
+"""Enforcement of a fixed privacy budget if each request is chosen after seeing earlier releases.
 
-A server may choose noise, rate and number of steps of every request by looking at what it got
-before. Totals that are converted to epsilon afterwards, at whichever order is best, do not
-cover this; a filter does, because its orders are fixed before the first request. One filter guards
-one split of one data set. Main class: :class:`RenyiFilter`.
+A server may choose the noise, rate and number of steps of every request from earlier releases.
+Totals that are converted to epsilon afterwards, at whichever order is best, do not cover this. A
+filter does, because its orders are fixed before the first request. One filter guards one split of
+one data set. Main class: :class:`RenyiFilter`.
 """
 
 import math
@@ -18,17 +18,17 @@ from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON
 
-Reading = tuple[Release, Collection[str]]  # a release, and the splits that it reads
+Reading = tuple[Release, Collection[str]]  # a release and the splits that it reads
 
 
 def default_orders(*, epsilon: float, delta: float) -> tuple[float, ...]:
-    """Return the two orders that lose least at a budget, from the budget alone.
+    """Return the two orders that lose least at a budget, chosen from the budget alone.
 
     ``a = 1 + sqrt(log(1/delta)) / r`` with ``r = sqrt(log(1/delta) + epsilon) -
-    sqrt(log(1/delta))`` is the best order for a Gaussian mechanism that uses the budget up
-    (``epsilon = r^2 + 2 r sqrt(log(1/delta))``); subsampling favours lower ones, hence the second,
-    halfway to 1. Together they cost 5 to 20 % of epsilon over the best order known afterwards, and
-    more where epsilon is below .5 or steps are few and hardly noised. A site that has been told a
+    sqrt(log(1/delta))`` is the best order for a Gaussian mechanism that uses up the budget
+    (``epsilon = r^2 + 2 r sqrt(log(1/delta))``). Subsampling favours lower orders, hence the second
+    one, halfway to 1. Together they cost 5 to 20 % of epsilon over the best order known afterwards,
+    and more if epsilon is below .5 or steps are few and have little noise. A site that knows a
     schedule beforehand may choose other orders for it, at any time before the first release.
     """
     log_delta = math.log(1 / delta)
@@ -38,15 +38,15 @@ def default_orders(*, epsilon: float, delta: float) -> tuple[float, ...]:
 
 
 class RenyiFilter:
-    """Affords releases until their Renyi divergences fill a budget of (epsilon, delta).
+    """A filter that affords releases until their Renyi divergences fill a budget (epsilon, delta).
 
-    Every release adds its divergence to the total of each order. Order a may carry a total of up
-    to ``B(a)``, which is what converts to ``epsilon`` at ``delta / n`` for n orders. A release is
-    afforded as long as at least one order stays within its budget.
+    Every release adds its divergence to the total of each order. Order a may carry a total of up to
+    ``B(a)``, which converts to ``epsilon`` at ``delta / n`` for n orders. A release is afforded as
+    long as at least one order stays within its budget.
 
     **Guarantee.** All releases spent through one filter are together (epsilon, delta)-private for
     one record of its split added or removed, whatever rule chooses the next request or stops, as
-    long as that rule sees nothing of the split but the releases.
+    long as that rule sees nothing of the split except the releases.
 
     With one order this is the Renyi filter of Feldman and Zrnic (2021), arXiv 2008.11193, and
     Lecuyer (2021), arXiv 2103.01379: at an order fixed in advance ``M = exp((a - 1) * (L - S))``,
@@ -60,13 +60,13 @@ class RenyiFilter:
     What breaks it: orders chosen after a release; noise drawn that was not spent before; a record
     in two splits; two filters over the same records, each with the whole budget.
 
-    Not thread-safe: its ledger spends inside one transaction.
+    It is not thread-safe: its ledger spends inside one transaction.
 
     Args:
         epsilon: The budget, .001 to 1e6.
         delta: The budget's delta, strictly between 0 and 1.
-        orders: Orders above 1, fixed before anything is spent; :func:`default_orders` where none.
-        totals: What each order has spent so far; zeros where none.
+        orders: Orders above 1, fixed before anything is spent; None takes :func:`default_orders`.
+        totals: Divergence spent so far at each order; None means zeros.
 
     Attributes:
         totals: The sum of the divergences at each order.
@@ -89,7 +89,7 @@ class RenyiFilter:
         orders: Sequence[float] | None = None,
         totals: Sequence[float] | None = None,
     ) -> None:
-        """Start, or go on from ``totals``."""
+        """Start, or continue from ``totals``."""
         self.epsilon, self.delta = float(epsilon), float(delta)
         self.orders = tuple(
             default_orders(epsilon=epsilon, delta=delta) if orders is None else orders
@@ -102,14 +102,14 @@ class RenyiFilter:
         self.budgets = tuple(self.epsilon - offset for offset in self._offsets)
 
     def affords(self, *releases: Release) -> bool:
-        """True if all of ``releases`` fit into the remaining budget; spends nothing."""
+        """True if all of ``releases`` fit into the remaining budget; nothing is spent."""
         return self._fits(self._after(*releases))
 
     def spend(self, release: Release) -> None:
         """Add ``release`` to every total; call it before the noise is drawn.
 
         Raises:
-            BudgetExceededError: The release does not fit; nothing is spent then.
+            BudgetExceededError: The release does not fit; nothing is spent.
         """
         totals = self._after(release)
         if not self._fits(totals):
@@ -124,13 +124,13 @@ class RenyiFilter:
     def spent(self) -> float:
         """Return the least epsilon with which these orders would have afforded what was spent.
 
-        At most the budget. It is how much of the promise was used, and not a guarantee of its own
-        for someone who stops when it reads well.
+        It is at most the budget. It measures how much of the promise was used, and is not a
+        guarantee of its own for someone who stops when it looks good.
         """
         return self._epsilon(self.totals) if any(self.totals) else 0.0
 
     def _after(self, *releases: Release) -> tuple[float, ...]:
-        """Return the totals as they would be with ``releases``."""
+        """Return the totals as they would be after ``releases``."""
         totals = self.totals
         for release in releases:
             costs = (renyi.cost(release, order) for order in self.orders)
@@ -138,11 +138,11 @@ class RenyiFilter:
         return totals
 
     def _fits(self, totals: Sequence[float]) -> bool:
-        """Return whether at least one order is within its budget."""
+        """Return True if at least one order is within its budget."""
         return any(t <= budget for t, budget in zip(totals, self.budgets, strict=True))
 
     def _epsilon(self, totals: Sequence[float]) -> float:
-        """Return the least epsilon that one order converts to, not below 0."""
+        """Return the least epsilon to which an order converts, not below 0."""
         return max(0.0, min(t + o for t, o in zip(totals, self._offsets, strict=True)))
 
 
@@ -152,10 +152,10 @@ def covered_steps(
     """Return the steps of each stage of a schedule that the remaining budgets cover.
 
     Args:
-        left: Each split's filter at what is spent.
-        stages: In order, what each stage releases and on which splits. The releases of a stage
-            step together: after k of the T steps of the longest, one of t has taken
-            ``floor(k * t / T)``. Stages after one that is not covered to its end get 0.
+        left: Each split's filter in its current state.
+        stages: The releases of each stage, in order, with their splits. The releases of a stage
+            step together: after k of the T steps of the longest one, a release with t steps has
+            taken ``floor(k * t / T)``. Stages after one that is not covered to its end get 0.
     """
     covered: dict[str, int] = {}
     before: list[Reading] = []
@@ -172,7 +172,7 @@ def _ends_before(
     entries: Sequence[Reading],
     steps: int,
 ) -> bool:
-    """Return whether a budget ends before so many steps of a stage that follows others."""
+    """Return True if a budget ends before ``steps`` steps of a stage that follows others."""
     longest = max(release.steps for release, _ in entries)
     taken = [
         (replace(release, steps=release.steps * steps // longest), splits)
@@ -188,9 +188,9 @@ def _ends_before(
 def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
     """Return the least budget, to .1 %, whose :class:`RenyiFilter` affords all of ``releases``.
 
-    An accountant for planning: noise calibrated with it lasts to the last step under enforcement,
-    while noise calibrated with a tighter accountant is refused before. Infinite where no budget up
-    to 1e6 suffices.
+    This is an accountant for planning: under enforcement, noise calibrated with it lasts to the
+    last step, while noise calibrated with a tighter accountant is refused earlier. The result is
+    infinite if no budget up to 1e6 suffices.
 
     Raises:
         ValueError: ``delta`` is out of range.

@@ -1,1 +1,1 @@
-"""Clip, sample, add noise, and account for it."""
+"""The mechanism of a release: clipping, sampling, noise and accounting."""

@@ -1,11 +1,11 @@
-"""Epsilon of a schedule of releases, and the noise that a target epsilon needs.
+"""The epsilon of a schedule of releases, and the noise that a target epsilon needs.
 
 Four accountants share one signature, ``(releases, delta) -> epsilon``, over releases that are known
 in advance: :func:`prv_epsilon` (tight, for reports), :func:`rdp_epsilon`, :func:`gdp_epsilon` (the
 paper's formula, an approximation, for comparing with the numbers of papers only) and
-``renyi_filter.filter_epsilon`` (what enforcement counts).
-Not for requests that depend on earlier outputs: that is ``RenyiFilter``. A record lies in one
-split, so releases compose per split: :func:`epsilon_per_split`.
+``renyi_filter.filter_epsilon`` (the count of enforcement). They are not for requests that depend on
+earlier outputs; for those there is ``RenyiFilter``. A record is in one split, so releases compose
+per split: :func:`epsilon_per_split`.
 """
 
 import math
@@ -17,12 +17,12 @@ from fednas_flwr.settings.names import GDP, PRV, RDP
 
 
 def gdp_epsilon(releases: Sequence[Release], delta: float) -> float:
-    """Return the paper's epsilon: an approximation, below the truth at times, never enforced.
+    """Return the paper's epsilon, an approximation that can be below the truth; never enforced.
 
     ``mu = p * sqrt(T * (exp(1 / s^2) - 1))``: DP-FNAS (Singh et al. 2020), arXiv 2006.10559,
     Theorem 3.1, which prints ``exp(1 / s^2 - 1)``; the formula is that of Bu et al. (2019), arXiv
-    1911.11607. It is a central limit for many steps at a small rate: with 10 steps at p = .05 and
-    s = 1 it says .75 where the truth is 1.66. Several mechanisms compose as ``sqrt(sum mu^2)``;
+    1911.11607. It is a central limit for many steps at a small rate: with 10 steps at p = .05 and s
+    = 1 it gives .75, but the truth is 1.66. Several mechanisms compose as ``sqrt(sum mu^2)``;
     mu-GDP is converted by ``delta = Phi(mu/2 - eps/mu) - exp(eps) * Phi(-mu/2 - eps/mu)``.
 
     Args:
@@ -43,7 +43,7 @@ def gdp_epsilon(releases: Sequence[Release], delta: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return the epsilon at ``delta`` of telling N(0, 1) from N(mu, 1): no approximation.
+    """Return the exact epsilon at ``delta`` of distinguishing N(0, 1) from N(mu, 1).
 
     Dong, Roth and Su (2019), arXiv 1905.02383, Corollary 2.13.
     """
@@ -60,7 +60,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 def _gdp_delta(epsilon: float, mu: float) -> float:
     """Return delta at ``epsilon`` of mu-Gaussian differential privacy."""
-    import torch  # which sites that sign for a secure sum do without
+    import torch  # sites that sign for a secure sum do without torch
 
     points = torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
     log_first, log_second = torch.special.log_ndtr(points).tolist()
@@ -74,19 +74,19 @@ RDP_ORDERS = (
     *range(11, 33),
     *(36, 40, 44, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024),
 )
-# The numerical accountant: above this epsilon nothing is private, and below this delta the rounding
-# of its Fourier transforms shows; there the Renyi bound is returned.
+# Limits of the numerical accountant: above this epsilon nothing is private, and below this delta
+# the rounding of its Fourier transforms shows. Beyond them the Renyi bound is returned.
 _PRV_MAX_EPSILON = 500.0
 _PRV_ROUNDING = 1e-10
 
 
 def rdp_epsilon(releases: Sequence[Release], delta: float) -> float:
-    """Return an upper bound on epsilon at ``delta``: Renyi divergences, added, at the best order.
+    """Return an upper bound on epsilon at ``delta``: added Renyi divergences, at the best order.
 
     The order is chosen after the sum, which is sound because the schedule is fixed in advance.
 
     Args:
-        releases: The composition, in any order; 0 is returned where it is empty.
+        releases: The composition, in any order; the result is 0 if it is empty.
         delta: Strictly between 0 and 1.
 
     Raises:
@@ -112,13 +112,13 @@ def rdp_epsilon(releases: Sequence[Release], delta: float) -> float:
 def prv_epsilon(releases: Sequence[Release], delta: float) -> float:
     """Return a tight upper bound on epsilon at ``delta``, by composing privacy losses numerically.
 
-    dp-accounting's privacy loss distributions, and not Opacus' PRV accountant: they round the
-    losses up onto a grid (Doroshenko et al. 2022, arXiv 2207.04380), count cut tails as infinite
-    loss and take the larger of adding and removing a record, so grid and tails can only raise the
-    result; Opacus composes one direction only and adds an error estimate. The grid is chosen for
-    an excess of about .1 %; ``delta`` is lowered by 1e-10 for the rounding of the Fourier
-    transforms. Never above :func:`rdp_epsilon`, which is returned where the transforms cannot
-    serve: epsilon above 500 or ``delta`` below 1e-9.
+    The function uses dp-accounting's privacy loss distributions, not Opacus' PRV accountant. They
+    round the losses up onto a grid (Doroshenko et al. 2022, arXiv 2207.04380), count cut tails as
+    infinite loss and take the larger of adding and removing a record, so grid and tails can only
+    raise the result. Opacus composes one direction only and adds an error estimate. The grid is
+    chosen for an excess of about .1 %; ``delta`` is lowered by 1e-10 for the rounding of the
+    Fourier transforms. The result is never above :func:`rdp_epsilon`, which is returned if the
+    transforms cannot be used: for epsilon above 500 or ``delta`` below 1e-9.
 
     Args:
         releases: The composition, in any order, of any mix of mechanisms.
@@ -130,7 +130,7 @@ def prv_epsilon(releases: Sequence[Release], delta: float) -> float:
     bound = rdp_epsilon(releases, delta)
     if bound == 0 or bound > _PRV_MAX_EPSILON or delta < 10 * _PRV_ROUNDING:
         return bound
-    # Imported here because it takes half a second that a run without privacy should not pay.
+    # Imported here because it takes half a second, which a run without privacy should not spend.
     import dp_accounting  # type: ignore[import-untyped,unused-ignore]
     from dp_accounting import pld  # type: ignore[import-untyped,unused-ignore]
 
@@ -154,17 +154,17 @@ def epsilon_per_split(
     delta: float,
     accountant: Accountant = prv_epsilon,
 ) -> dict[str, float]:
-    """Return the epsilon of each split: all releases that read it, composed.
+    """Return the epsilon of each split, composed of all releases that read it.
 
     Args:
-        entries: Each release with the names of the splits it read; None costs infinitely much,
-            for every split, since it protects another unit, whose parts may lie in all of them.
+        entries: Each release with the names of the splits that it read. None costs infinitely much
+            for every split, since it protects another unit, whose parts may be in all of them.
         delta: Strictly between 0 and 1, the same for every split.
-        accountant: How a composition becomes an epsilon.
+        accountant: Function that converts a composition into an epsilon.
 
     Returns:
         Epsilons by split, in the order of first reading. The client's epsilon is their maximum,
-        because a record lies in one split only.
+        because a record is in one split only.
 
     Example:
         >>> step = Release(noise_multiplier=1.0, sample_rate=0.05, steps=10)
@@ -201,11 +201,11 @@ def calibrate_noise(
     Args:
         target_epsilon: Above 0.
         delta: Strictly between 0 and 1.
-        sample_rate: As of :class:`Release`.
-        steps: As of :class:`Release`.
-        others: What the same records release besides; it counts towards the target.
-        accountant: ``filter_epsilon`` where a filter must last to the end of the schedule;
-            not :func:`gdp_epsilon`, which is no bound.
+        sample_rate: As in :class:`Release`.
+        steps: As in :class:`Release`.
+        others: Other releases of the same records; they count towards the target.
+        accountant: ``filter_epsilon`` if a filter must last to the end of the schedule; not
+            :func:`gdp_epsilon`, which is no bound.
 
     Returns:
         The multiplier, at least .01.

@@ -1,11 +1,11 @@
-"""Sums over a batch of per-sample gradients, each clipped to a norm: what the noise is added to.
+"""Sums over a batch of per-sample gradients, each clipped to a norm; noise is added to them.
 
 ``S = sum_i f_i min(1, R / ||g_i||) g_i`` (DP-SGD: Abadi et al. 2016, arXiv 1607.00133, Alg. 1;
 DP-FNAS: arXiv 2110.11025, Eq. 3 and 4 before noise and averaging), where g_i is the gradient of the
 loss of record i with respect to all named parameters together. :func:`clipped_gradient_sum` takes
-it for the weights of a module, :func:`clipped_alpha_gradient_sum` for the alphas of a supernet. No
-noise, no sampling and no accounting here; the
-sums are private only once noise of std ``sigma * R`` is on them.
+it for the weights of a module, :func:`clipped_alpha_gradient_sum` for the alphas of a supernet.
+There is no noise, sampling or accounting here. The sums are private only once noise of std ``sigma
+* R`` is added to them.
 
 Guarantee:
     Adding or removing one record changes S by a vector of L2 norm at most R. This needs
@@ -23,12 +23,11 @@ Guarantee:
     Rounding: norms and factors are float64 whatever the module computes in, so that a record
     contributes at most ``R (1 + 1e-14)``. Contributions are cut to multiples of a unit of 2^-40 R
     or little more, whose sums are exact (``micro_batches``): S is the same in any order and in any
-    micro-batches. Of a large linear layer, whose contributions are outer products, each of the two
-    factors is cut instead, in steps of 2^-20 of its largest possible norm.
-    That a kernel rounds the gradient of a record alike whatever else is in the batch is not
-    promised by torch. With weights that cancel, a last bit reverses gradients, so it is needed:
-    give a ``micro_batch_size`` that the self-test allows (``self_test``), or 1. Without one S may
-    move by more than R.
+    micro-batches. For a large linear layer, whose contributions are outer products, each of the two
+    factors is cut instead, in steps of 2^-20 of its largest possible norm. That a kernel rounds the
+    gradient of a record alike whatever else is in the batch is not promised by torch. With weights
+    that cancel, a last bit reverses gradients, so it is needed: give a ``micro_batch_size`` that
+    the self-test allows (``self_test``), or 1. Without one S may move by more than R.
 
 Edge cases:
     =========================================  ============================================
@@ -57,18 +56,18 @@ from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.settings.parser import Between, Checked, Where
 
 Named = Mapping[str, Tensor]  # tensors by name
-COLUMNS = 2048  # of gradients that are turned into float64 at a time
-SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
+COLUMNS = 2048  # columns of gradients that are converted to float64 at a time
+SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers underflow in float64
 
 
 class Relaxation(NamedTuple):
-    """Way that alphas enter a supernet.
+    """The way in which alphas enter a supernet.
 
     Attributes:
-        op_weights: What the supernet is called with, [E, K] by kind of cell: the weights of all K =
-            O ops, or the gates of those that are computed.
-        by_alphas: Given a kind and the gradients by its op weights, float64 [B, E, K], returns
-            those by its alphas, [B, E, O]: record by record.
+        op_weights: Argument of the supernet, [E, K] by kind of cell: the weights of all K = O ops,
+            or the gates of those that are computed.
+        by_alphas: Given a kind and the gradients by its op weights, float64 [B, E, K], returns the
+            gradients by its alphas, [B, E, O], record by record.
     """
 
     op_weights: Named
@@ -89,7 +88,7 @@ def clipped_gradient_sum(
     g_i is the gradient of one record's loss with respect to all of ``parameters``, and ||g_i|| its
     norm over all of them. Every record gets a copy of the weights, in a leaf [B, ...] of stride 0,
     so that one ordinary backward returns all g_i (``fednas_flwr.base.layers``). This needs
-    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet); of
+    convolutions, linear layers and group norms, or a module that ``takes_stack`` (a supernet); for
     any other module Opacus' hooks return the g_i. The module, the parameters' ``requires_grad`` and
     their ``.grad`` are left as they were.
 
@@ -100,7 +99,7 @@ def clipped_gradient_sum(
         loss: Called with the module's output and labels; returns one loss per record, not a mean.
         parameters: The module's parameters to differentiate by, under the names of the result; all
             others (frozen alphas) are held fixed.
-        **terms: Of :class:`Clipping`: R, and maybe more.
+        **terms: Fields of :class:`Clipping`: R and possibly more.
 
     Returns:
         float64 tensors shaped like the parameters, on their device.
@@ -143,11 +142,11 @@ def clipped_alpha_gradient_sum(
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
     h_i is the first-order gradient of one record's loss with respect to the alphas of all kinds,
-    of which one joint norm is taken; the weights are held fixed. Every record gets op weights
-    ``w_i = softmax(alphas)`` of its own, in a leaf [B, E, O] that all cells of a kind read. So one
-    backward returns ``v_i = dL_i / dw_i``, summed over cells, and the softmax's Jacobian gives
-    ``h_i = w (v_i - sum_o w v_i)``. This costs what the plain gradient of the alphas costs. Another
-    ``relaxation`` has another w_i and another Jacobian.
+    with one joint norm; the weights are held fixed. Every record gets op weights ``w_i =
+    softmax(alphas)`` of its own, in a leaf [B, E, O] that all cells of a kind read. So one backward
+    returns ``v_i = dL_i / dw_i``, summed over cells, and the softmax's Jacobian gives ``h_i = w
+    (v_i - sum_o w v_i)``. This costs as much as the plain gradient of the alphas. Another
+    ``relaxation`` has other w_i and another Jacobian.
 
     Args:
         supernet: Called with x and op weights [B, E, K] by kind of cell; returns logits.
@@ -159,10 +158,10 @@ def clipped_alpha_gradient_sum(
         **terms: As for :func:`clipped_gradient_sum`.
 
     Returns:
-        float64 tensors shaped like the alphas, on their device. Nothing else has changed.
+        float64 tensors shaped like the alphas, on their device. Nothing else is changed.
 
     Raises:
-        ValueError: As for :func:`clipped_gradient_sum`, but any mode will do.
+        ValueError: As for :func:`clipped_gradient_sum`, but any mode is allowed.
 
     Guarantee: sensitivity R under adding or removing one record; see the head of this module.
     """
@@ -193,15 +192,15 @@ class Clipping(Checked):
 
     Attributes:
         max_norm: R, at least 1e-100 and finite.
-        micro_batch_size: How many records are computed at a time, made-up ones included, which fill
-            the last micro-batch and contribute nothing; None means all. Changes memory and
+        micro_batch_size: Number of records that are computed at a time. Made-up records, which
+            contribute nothing, fill the last micro-batch. None means all. It changes memory and
             rounding, not the sum.
-        class_factors: Public factors f in (0, 1], one per class; multiply after clipping, since
-            clipping would cancel what is multiplied before. None means 1.
-        persons: Whose each record is, int64 [B], ascending from 0: g_i and f_i are then the means
-            over the records of a person i, whose presence changes the sum by at most R. All records
-            must be in one micro-batch. None: every record counts for itself.
-        watch: Is shown all that the sum is made of, record by record, for the self-test.
+        class_factors: Public factors f in (0, 1], one per class. They multiply after clipping,
+            since clipping would cancel an earlier factor. None means 1.
+        persons: The person of each record, int64 [B], ascending from 0. g_i and f_i are then means
+            over the records of person i, whose presence changes the sum by at most R. All records
+            must be in one micro-batch. None means that every record counts for itself.
+        watch: Receives everything that the sum is made of, record by record, for the self-test.
     """
 
     max_norm: Annotated[float, Between(SMALLEST_MAX_NORM)]
@@ -211,7 +210,7 @@ class Clipping(Checked):
     watch: Watch = unwatched
 
     def sum(self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Named) -> mb.ClippedSum:
-        """Return the sum over records of their clipped gradients; zeros where there is none."""
+        """Return the sum over records of their clipped gradients; zeros if there are none."""
         size, factors = self.micro_batch_size, self.class_factors
         if self.persons is not None and size is not None and len(x) > size:
             raise ValueError(f"{len(x)} records of persons must be in one micro-batch")
@@ -234,8 +233,8 @@ class Clipping(Checked):
     ) -> dict[str, Tensor]:
         """Return the clipped sum of the gradients of B rows, in units, by name.
 
-        The first ``count`` rows are records; ``factors_B`` are their public factors. Columns of
-        [B, P] are turned into float64 by parts, in cache; small gradients are joined first.
+        The first ``count`` rows are records; ``factors_B`` are their public factors. Columns of [B,
+        P] are converted to float64 in parts that fit the cache; small gradients are joined first.
         """
         if not gradients:
             return {}
@@ -246,7 +245,7 @@ class Clipping(Checked):
                 whole.append((group, gradient))
             elif self.persons is None:
                 outer[group[0]] = gradient
-            else:  # a mean of outer products is none
+            else:  # a mean of outer products is not an outer product
                 whole.append((group, gradient.products()))
         whole.sort(key=lambda both: both[1].shape[1:].numel())
         names = [name for group, _ in whole for name in group]
@@ -287,10 +286,9 @@ class Clipping(Checked):
         return {name: piece.view(parameters[name].shape) for name, piece in by_name.items()}
 
     def _scales(self, norms: list[Tensor], factors_B: Tensor | None, count: int) -> Tensor:
-        """Return the factors of rows with these norms of parts, float64 [B]; 0 leaves one out.
+        """Return the factors of rows with these norms of parts, float64 [B]; 0 omits a row.
 
-        Left out are rows that are no records, and records whose gradient is not finite; of persons,
-        the same.
+        Omitted are rows that are no records, and records (or persons) whose gradient is not finite.
         """
         if self.persons is not None:
             count = int(self.persons.max()) + 1 if count else 0

@@ -1,10 +1,10 @@
-"""Sums over records in which no record changes what another contributes, not by one bit.
+"""Sums over records in which no record changes another's contribution, not even by one bit.
 
-Kernels round the rows of a batch differently in batches of another size. So records are computed in
-micro-batches of one size, which made-up rows fill and which whoever holds the records fixes; and
-floating-point sums depend on order and on what else is added. So contributions are whole numbers of
-a unit, whose sums are exact. That rows are rounded alike at every position of a micro-batch, and
-beside every neighbour, is what :mod:`~fednas_flwr.privacy.self_test` shows.
+Kernels round the rows of a batch differently in batches of another size. Records are therefore
+computed in micro-batches of one size, which the holder of the records fixes and made-up rows fill.
+Floating-point sums depend on the order and on the other summands. Contributions are therefore whole
+numbers of a unit, whose sums are exact. :mod:`~fednas_flwr.privacy.self_test` tests that rows are
+rounded alike at every position of a micro-batch and beside every neighbour.
 
 Tensor suffix: B rows of a micro-batch.
 """
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 UNIT_BITS = 40
-_RIGHT_BITS = 20  # of a unit's, in the second factor of a product
+_RIGHT_BITS = 20  # of a unit's bits, those in the second factor of a product
 _TOGETHER = 1024  # products that are added up in float64
 _TINY = 1e-300
-_SLACK = 1 + 1e-12  # of a norm that was computed
+_SLACK = 1 + 1e-12  # for the rounding of a computed norm
 
 
 class ClippedSum(dict[str, Tensor]):
-    """Sum of one contribution per unit of privacy, by name, with the bound that noise is scaled by.
+    """Sum of one contribution per unit of privacy, by name, with the bound that scales the noise.
 
-    Functions that clip make it. Whatever else is computed of its tensors gives plain tensors, which
-    are not released.
+    Only functions that clip create it. Any other computation on its tensors gives plain tensors,
+    which are not released.
 
     Args:
         tensors: The sum.
@@ -44,7 +44,7 @@ class ClippedSum(dict[str, Tensor]):
 
     @classmethod
     def side_by_side(cls, sums: Mapping[str, ClippedSum]) -> ClippedSum:
-        """Return sums over the same units as one, named ``<key>.<name>``; their norms add up."""
+        """Return sums over the same units as one, by ``<key>.<name>``; squares of norms add up."""
         tensors = {f"{key}.{name}": t for key, of in sums.items() for name, t in of.items()}
         return cls(tensors, norm=math.hypot(*(of.norm for of in sums.values())))
 
@@ -53,14 +53,14 @@ def micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tens
     """Yield records in parts of exactly ``size``, at least one part.
 
     Args:
-        x: Features [N, ...]; the parts carry no gradients by them.
+        x: Features [N, ...]; the parts carry no gradients with respect to them.
         y: Labels int64 [N].
         size: B, at least 1; None makes one part of all records, of whatever size.
 
     Yields:
-        Features [B, ...], labels [B] and how many of the rows, the first ones, are records; the
-        others are zeros, of class 0. Each part is a copy in memory of its own, so that none is
-        aligned otherwise than another.
+        Features [B, ...], labels [B] and the number of records, which are the first rows; the
+        others are zeros, of class 0. Each part is a separate copy in memory, so that all are
+        aligned alike.
     """
     size = max(1, len(x)) if size is None else size
     for start in range(0, max(1, len(x)), size):
@@ -69,7 +69,7 @@ def micro_batches(x: Tensor, y: Tensor, size: int | None) -> Iterator[tuple[Tens
 
 
 def filled(rows: Tensor, size: int) -> Tensor:
-    """Return a copy [size, ...] of up to ``size`` rows, zeros after them."""
+    """Return a copy [size, ...] of up to ``size`` rows, with zeros after them."""
     copy = rows.new_zeros(size, *rows.shape[1:])
     copy[: len(rows)] = rows
     return copy
@@ -78,15 +78,15 @@ def filled(rows: Tensor, size: int) -> Tensor:
 def by_person(groups: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the records of persons in parts of at most ``size``, at least one part.
 
-    Nobody is in two parts. Of a person with more records ``size`` are drawn anew by every call;
-    nobody can foresee which.
+    No person is in two parts. For a person with more records, every call draws ``size`` of them
+    anew; nobody can foresee which.
 
     Args:
         groups: Indices of each person's records, int64.
         size: At least 1.
 
     Yields:
-        Indices [N], and whose each is [N]: 0, 1, ... in the order of the part.
+        Indices [N], and the person of each [N]: 0, 1, ... in the order of the part.
     """
     generator = torch.Generator().manual_seed(secrets.randbits(63))
     part: list[Tensor] = []
@@ -100,20 +100,20 @@ def by_person(groups: Sequence[Tensor], size: int) -> Iterator[tuple[Tensor, Ten
 
 
 def joined(groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the indices of all persons' records [N], and whose each is [N], from 0; maybe none."""
+    """Return the indices of all persons' records [N], and the person of each [N]; may be empty."""
     empty = torch.empty(0, dtype=torch.int64)
     persons = [torch.full((len(group),), person) for person, group in enumerate(groups)]
     return torch.cat([empty, *groups]), torch.cat([empty, *persons])
 
 
 def person_means(rows: Tensor, persons: Tensor) -> Tensor:
-    """Return the mean of each person's rows, in one row each, float64 [B, V]; zeros after them.
+    """Return the mean of each person's rows, one row per person, float64 [B, V]; zeros after them.
 
-    A person's rows are added in their order, so that the mean does not depend, in any bit, on who
-    else is there.
+    A person's rows are added in their order, so that the mean does not depend, in any bit, on the
+    other persons.
 
     Args:
-        rows: [B, V]; those after the first N are left out.
+        rows: [B, V]; rows after the first N are ignored.
         persons: int64 [N], ascending from 0, each person at least once.
     """
     sums = rows.new_zeros(rows.shape, dtype=torch.float64)
@@ -132,14 +132,14 @@ def in_units(values: Tensor, *, bound: float, factors_B: Tensor | None = None) -
     at most ``bound`` fit, and are exact in any order.
 
     Args:
-        values: Finite, but for rows whose factor is 0, which become zeros.
+        values: Finite, except in rows whose factor is 0, which become zeros.
         bound: Above 0.
-        factors_B: What every row is multiplied by first, float64 [B]; None means 1.
+        factors_B: Factors by which rows are multiplied first, float64 [B]; None means 1.
     """
     unit = _unit(bound)
     if factors_B is None:
         return (values.double() / unit).to(torch.int64)
-    # By a power of two nothing is rounded; in place, in few passes over memory. 0 * inf is NaN.
+    # A power of two rounds nothing. In place, in few passes over memory. 0 * inf is NaN.
     scaled = values.to(torch.float64, copy=True).mul_((factors_B / unit)[:, None])
     return scaled.nan_to_num_(nan=0.0).to(torch.int64)
 
@@ -149,15 +149,15 @@ def sum_in_units(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of outer products ``f_b l_b r_b^T``, each cut towards zero, int64 [O, I].
 
-    Both factors are cut to whole numbers of at most 2^20, which are 2^40 units or less together: a
-    record's product grows in no entry, and sums of 2^12 products are exact in float64, whatever
+    Both factors are cut to whole numbers of at most 2^20, whose product is at most 2^40 units. No
+    entry of a record's product grows, and sums of 2^12 products are exact in float64, whatever
     their order.
 
     Args:
-        left_BO: Finite, but for rows whose factor is 0, which count as zeros.
-        right_BI: The same.
+        left_BO: Finite, except in rows whose factor is 0, which count as zeros.
+        right_BI: As ``left_BO``.
         bound: At least the norm of every ``f_b l_b r_b^T``; above 0.
-        factors_B: float64.
+        factors_B: float64 [B].
 
     Returns:
         The sum, and both factors as float64 [B, O] and [B, I].
@@ -176,18 +176,18 @@ def sum_in_units(
 
 
 def from_units(sums: Tensor, *, bound: float) -> Tensor:
-    """Return sums in units, int64, as float64: nothing is rounded below 2^13 times ``bound``."""
+    """Return sums in units, int64, as float64; below 2^13 times ``bound`` nothing is rounded."""
     return sums.double() * _unit(bound)
 
 
 def clipped_row_sum(name: str, rows: Tensor, *, max_norm: float) -> ClippedSum:
-    """Return the sum [V], float64, over rows [N, V] that are scaled down to a norm.
+    """Return the sum [V], float64, over rows [N, V] that are each scaled down to a norm.
 
     A row that is not finite counts as zeros.
 
     Args:
-        name: Of the sum.
-        rows: One for each unit.
+        name: Name of the sum.
+        rows: One row for each unit.
         max_norm: Above 0.
     """
     norms_N = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
@@ -201,7 +201,7 @@ def sum_of_parts(parts: Iterator[ClippedSum], *, bound: float) -> ClippedSum:
     """Return the sum of sums over different units; their tensors are whole numbers of one unit.
 
     Args:
-        parts: At least one, of the same names and the same norm; one at a time is in memory.
+        parts: At least one part, all with the same names and norm; one at a time is in memory.
         bound: See :func:`in_units`.
     """
     first = next(parts)

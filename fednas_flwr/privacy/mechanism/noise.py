@@ -5,11 +5,11 @@ over the integers k, sampled exactly in integers alone, from a stream of random 
 Kamath and Steinke (2020), arXiv 2004.00010, Algorithms 1 to 3, for whole sigma and in blocks of
 numpy's 64-bit words. No decision is made in floating point.
 
-Whoever knows the bits behind a mask knows who was sampled, and whoever knows the noise can subtract
-it; so none of it comes from the run's seed or from torch's Mersenne twister. Every draw is
-the keystream of a cipher (AES-256 in counter mode) under a key fresh from the operating system. Not
-for anything that must be repeatable. Main class: :class:`SecureGenerator`;
-main function: :func:`add_noise`.
+Someone who knows the bits behind a mask knows who was sampled, and someone who knows the noise can
+subtract it. Neither therefore comes from the run's seed or from torch's Mersenne twister. Every
+draw is the keystream of a cipher (AES-256 in counter mode) under a fresh key from the operating
+system. This is not for anything that must be repeatable. Main class: :class:`SecureGenerator`; main
+function: :func:`add_noise`.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-# Gives the next words of a stream, uint64 [count], each uniform and independent of all others.
+# Returns the next words of a stream, uint64 [count], uniform and independent of all others.
 Words = Callable[[int], np.ndarray]
 
 LEAST_BLOCK, LARGEST_BLOCK = 2**13, 2**16  # proposals that are made together
 PROPOSALS_PER_SAMPLE = 2.2
 LARGEST_SIGMA = 2**26
-LARGEST_GEOMETRIC = 62  # (62 * 2^26)^2 still fits a word
+LARGEST_GEOMETRIC = 62  # (62 * 2^26)^2 still fits into a word
 _GRID_BITS = 24
 LEAST_SIGMA = 6  # cells, with which no digit of an epsilon tells a sum of shares from its Gaussian
 
@@ -40,17 +40,17 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
     Algorithm 3 with t = sigma: discrete Laplace proposals Y of scale sigma, of which
     ``exp(-(|Y| - sigma)^2 / (2 sigma^2))`` are accepted.
 
-    Exact, given uniform words, within 61 standard deviations: beyond them (probability below
-    1e-800) proposals are cut off, as a word is finite. A stream under a 256-bit key is further
-    from uniform than that.
+    Given uniform words, the samples are exact within 61 standard deviations; beyond them
+    (probability below 1e-800) proposals are cut off, as a word is finite. A stream under a 256-bit
+    key is further from uniform than that.
 
-    Proposals are made in blocks of thousands, however few samples are wanted: the time taken
+    Proposals are made in blocks of thousands, however few samples are requested. The time taken
     depends on the random words alone, and on counts over a block rather than on a single sample.
 
     Args:
-        words: The stream.
+        words: Stream of random words.
         count: At least 0.
-        sigma: In cells of the grid, from 2 to 2^26.
+        sigma: Scale in cells of the grid, from 2 to 2^26.
 
     Raises:
         ValueError: ``sigma`` is not a whole number in its range: the products would not fit.
@@ -73,7 +73,7 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
 def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
     """Make ``size`` attempts at a discrete Laplace of scale sigma by Algorithm 2.
 
-    A 0 with a minus is dropped, so that 0 is not twice as likely.
+    A 0 with a minus sign is dropped, so that 0 is not twice as likely.
     """
     share = 2**64 // sigma
     rests = _words_below(words, size, sigma * share) // np.uint64(share)
@@ -107,21 +107,21 @@ def _bernoulli_exp(words: Words, numerators: np.ndarray, denominator: int) -> np
 
 
 def _bernoulli_exp_one(words: Words, count: int) -> np.ndarray:
-    """Return Bernoulli(exp(-1)), where the first Bernoulli(x / k), of k = 1, is always true."""
+    """Return Bernoulli(exp(-1)); its first Bernoulli(x / k), with k = 1, is always true."""
     return _bernoulli_exp_fraction(words, np.ones(count, dtype=np.uint64), 1, 2)
 
 
 def _bernoulli_exp_fraction(
     words: Words, numerators: np.ndarray, denominator: int, k: int = 1
 ) -> np.ndarray:
-    """Return Bernoulli(exp(-x)) for x below 1, bool: whether the first failure is odd.
+    """Return Bernoulli(exp(-x)) for x below 1, bool: True if the first failure is odd.
 
     That is the least k for which Bernoulli(x / k) fails. A word below ``share * denominator * k``
-    is below ``share * numerator`` with just that probability.
+    is below ``share * numerator`` with exactly that probability.
     """
     odd, going = np.empty(len(numerators), dtype=bool), np.arange(len(numerators))
     while len(going):
-        odd[going] = k % 2 == 1  # unless it goes on
+        odd[going] = k % 2 == 1  # unless it continues
         share = 2**64 // (denominator * k)
         drawn = _words_below(words, len(going), share * denominator * k)
         true = np.flatnonzero(drawn < numerators * np.uint64(share))
@@ -131,7 +131,7 @@ def _bernoulli_exp_fraction(
 
 
 def _words_below(words: Words, count: int, limit: int) -> np.ndarray:
-    """Return words that are uniform below a limit of at most 2^64: others are drawn again."""
+    """Return words that are uniform below a limit of at most 2^64; others are drawn again."""
     drawn = words(count)
     if limit < 2**64:
         while len(late := np.flatnonzero(drawn >= np.uint64(limit))):
@@ -143,22 +143,22 @@ def _words_below(words: Words, count: int, limit: int) -> np.ndarray:
 class SecureGenerator:
     """Draws Gaussian noise and Poisson masks from a keystream that is never used twice.
 
-    Each call takes a new 256-bit key from ``os.urandom``, so nothing is left to be repeated by a
-    fork, a thread, a retry or a resumed run, and no call tells anything about another.
+    Each call takes a new 256-bit key from ``os.urandom``. A fork, a thread, a retry or a resumed
+    run can therefore repeat nothing, and no call reveals anything about another.
 
-    **What is protected.** Low bits of a floating-point sum give the unnoised value away (Mironov
-    2012, "On significance of the least significant bits"), and so does noise that can only take
-    some values: the radius of Box and Muller (1958), made of a 64-bit word, is a discrete set in
-    the tail, and another one beside another sum. Here noise is an exact discrete Gaussian on a grid
-    of 2^-25 to 2^-24 of its standard deviation, and :func:`add_noise` puts the sum on the same
-    grid: every multiple of the grid is possible for every sum, with the probability that the
-    guarantee is computed from. **What is not:** noise is drawn by rejection, and the time that
-    this takes tells a little about thousands of draws together
-    (:func:`sample_discrete_gaussian`), nothing about the sum; memory is not wiped.
+    **What is protected.** Low bits of a floating-point sum reveal the unnoised value (Mironov 2012,
+    "On significance of the least significant bits"), and so does noise that can take only some
+    values: the radius of Box and Muller (1958), made of a 64-bit word, is a discrete set in the
+    tail, and another one beside another sum. Here noise is an exact discrete Gaussian on a grid of
+    2^-25 to 2^-24 of its standard deviation, and :func:`add_noise` puts the sum on the same grid:
+    every multiple of the grid is possible for every sum, with the probability from which the
+    guarantee is computed. **What is not:** noise is drawn by rejection, and the time that this
+    takes reveals a little about thousands of draws together (:func:`sample_discrete_gaussian`), but
+    nothing about the sum; memory is not wiped.
 
     Args:
-        test_seed: For tests only, and only where the site's policy allows it: the draws follow from
-            these bytes and from how many draws came before.
+        test_seed: For tests only, and only if the site's policy allows it: the draws follow from
+            these bytes and from the number of earlier draws.
 
     Example:
         >>> SecureGenerator().is_secure
@@ -170,12 +170,12 @@ class SecureGenerator:
     def __init__(self, test_seed: bytes | None = None) -> None:
         """Keep the test seed, if there is one."""
         self._test_seed = test_seed
-        self._draws = count(1)  # of which each is given once, whatever thread asks
+        self._draws = count(1)  # each number is given once, whatever thread asks
         self._pid = os.getpid()
 
     @property
     def is_secure(self) -> bool:
-        """True if nobody can repeat the draws; False with a test seed."""
+        """True if nobody can reproduce the draws; False with a test seed."""
         return self._test_seed is None
 
     def discrete_gaussian(self, shape: tuple[int, ...], *, sigma: int) -> torch.Tensor:
@@ -183,26 +183,26 @@ class SecureGenerator:
 
         Args:
             shape: Shape of the result; may be empty.
-            sigma: From 2 to 2^26; very nearly the standard deviation.
+            sigma: Scale, from 2 to 2^26; very nearly the standard deviation.
 
         Returns:
             An int64 tensor on the CPU.
 
         Raises:
-            ValueError: ``sigma`` is out of range: no noise is never what a caller should get.
+            ValueError: ``sigma`` is out of range; a caller must never get no noise.
         """
         stream = _Keystream(self._next_key())
         samples = sample_discrete_gaussian(stream.words, math.prod(shape), sigma=sigma)
         return torch.from_numpy(samples).reshape(shape)
 
     def poisson_mask(self, num_records: int, *, probability: float) -> torch.Tensor:
-        """Return which records a Poisson sample holds: each independently with ``probability``.
+        """Return a Poisson sample's mask: each record is in it independently with ``probability``.
 
         A 64-bit word below ``floor(probability * 2^64)`` is a hit, so the rate is never above the
         one that is booked, and less than 2^-64 below it.
 
         Args:
-            num_records: Number of records that are there, at least 0.
+            num_records: Number of records that are present, at least 0.
             probability: Above 0, at most 1.
 
         Returns:
@@ -228,7 +228,7 @@ class SecureGenerator:
 
 
 def noise_grid(std: float) -> float:
-    """Return the power of two from 2^-25 to 2^-24 of ``std`` that noise of it is a multiple of.
+    """Return the grid of noise of this ``std``: a power of two from 2^-25 to 2^-24 of ``std``.
 
     Raises:
         ValueError: ``std`` is not in 1e-100 to 1e100.
@@ -239,13 +239,13 @@ def noise_grid(std: float) -> float:
 
 
 def share_sigma(sigma: float, honest: int) -> int:
-    """Return the sigma of each site's noise, in cells, so that h shares carry ``sigma`` or more.
+    """Return the sigma of each site's noise, in cells, such that h shares carry ``sigma`` or more.
 
     Args:
-        sigma: That the total must carry, in cells, above 0.
+        sigma: Sigma that the total must carry, in cells, above 0.
         honest: h, at least 1.
     """
-    return max(LEAST_SIGMA, math.floor(sigma / math.sqrt(honest)) + 2)  # up by 1 at least
+    return max(LEAST_SIGMA, math.floor(sigma / math.sqrt(honest)) + 2)  # rounded up by at least 1
 
 
 def add_noise(
@@ -273,7 +273,7 @@ def add_noise(
 
     Args:
         total: The sum of clipped vectors: all d values of one release, in one tensor.
-        generator: The client's own.
+        generator: The client's own generator.
         noise_multiplier: Above 0.
         max_grad_norm: Above 0.
 
@@ -290,7 +290,7 @@ def add_noise(
             f"max_grad_norm={max_grad_norm!r} must be above 0, and noise_multiplier="
             f"{noise_multiplier!r} far below 2^24 / sqrt({total.numel()})."
         )
-    # Down and 2 up: 1 up at least, whatever the floating-point product rounds to.
+    # Down and then up by 2: up by at least 1, however the floating-point product is rounded.
     sigma = math.floor(noise_multiplier * (max_grad_norm / grid + root)) + 2
     return _noised_cells(total, generator, sigma=sigma, cell=grid).double().mul_(grid)
 
@@ -310,19 +310,20 @@ def add_shared_noise(
     of ``noise_multiplier * (max_grad_norm / cell + sqrt(d))``, each a share of
     ``sigma / sqrt(honest) + 1`` or more.
 
-    **Guarantee.** Who sees such a sum, and knows all other clients' totals and the noise of those
-    beyond ``honest``, sees one step of a :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with
-    this multiplier, as of :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``,
-    and to a discrete Gaussian up to ``sum_divergence`` in ``tests/privacy/divergences.py``. Who
-    sees this client's value alone sees one of ``noise_multiplier / sqrt(honest)``.
+    **Guarantee.** Someone who sees such a sum, and knows all other clients' totals and the noise of
+    those beyond ``honest``, sees one step of a
+    :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with this multiplier, as in
+    :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``, and to a discrete
+    Gaussian up to ``sum_divergence`` in ``tests/privacy/divergences.py``. Someone who sees this
+    client's value alone sees one with ``noise_multiplier / sqrt(honest)``.
 
     Args:
         total: The sum of clipped vectors: all d values of one release, in one tensor.
-        generator: The client's own.
-        noise_multiplier: Of the sum, above 0.
+        generator: The client's own generator.
+        noise_multiplier: Noise multiplier of the sum, above 0.
         max_grad_norm: Above 0.
-        cell: Of the sum's grid, a power of two.
-        honest: Clients that are sure to add their shares, at least 2.
+        cell: Cell of the sum's grid, a power of two.
+        honest: Number of clients that are sure to add their shares, at least 2.
 
     Returns:
         Whole cells, an int64 tensor on the CPU, of the shape of ``total``.

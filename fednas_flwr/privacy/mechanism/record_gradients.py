@@ -1,9 +1,9 @@
-"""The gradient of the loss of every record of a batch: what is clipped before it is added up.
+"""The gradient of every record's loss in a batch, to be clipped before the gradients are added.
 
-A record's gradient is taken by giving every record a copy of the weights, in a leaf [B, ...] of
-stride 0: one ordinary backward then returns one gradient per record (``fednas_flwr.base.layers``).
-For modules with layers that cannot do this, Opacus' hooks do. A large linear
-layer's gradients are kept as the factors of one outer product per record.
+Every record gets a copy of the weights, in a leaf [B, ...] of stride 0; one ordinary backward then
+returns one gradient per record (``fednas_flwr.base.layers``). Modules with layers that cannot do
+this use Opacus' hooks. A large linear layer's gradients are kept as the factors of one outer
+product per record.
 
 Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
@@ -31,25 +31,25 @@ class OuterProducts(NamedTuple):
     """Gradients [B, O, I] of a linear layer: one product of two vectors per record.
 
     Attributes:
-        left_BO: Gradients by what the layer has returned.
-        right_BI: What it was given.
+        left_BO: Gradients by the layer's outputs.
+        right_BI: The layer's inputs.
     """
 
     left_BO: Tensor
     right_BI: Tensor
 
     def products(self) -> Tensor:
-        """Return them as they are, [B, O, I]."""
+        """Return the products, [B, O, I]."""
         return self.left_BO[:, :, None] * self.right_BI[:, None, :]
 
 
 # Names of parameters of one shape, and their gradients, joined along dim 1, [B, ...].
 Group = tuple[list[str], Tensor | OuterProducts]
-RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # of features [B, ...] and labels [B]
+RecordGradients = Callable[[Tensor, Tensor], list[Group]]  # from features [B, ...] and labels [B]
 
 
 def differentiate(losses_B: Tensor, by: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-    """Return the gradient of the losses' sum by each tensor that it depends on."""
+    """Return the gradient of the losses' sum by each tensor on which it depends."""
     if not losses_B.requires_grad:
         return {}
     gradients = torch.autograd.grad(losses_B.sum(), list(by.values()), allow_unused=True)
@@ -57,7 +57,7 @@ def differentiate(losses_B: Tensor, by: Mapping[Any, Tensor]) -> dict[Any, Tenso
 
 
 def losses_of(output: Any, y_B: Tensor, loss: Loss, watch: Watch) -> Tensor:
-    """Return the losses [B], watched; raises ValueError if the loss returns anything else."""
+    """Return the losses [B], shown to ``watch``; raises ValueError if they have another form."""
     losses_B = loss(output, y_B)
     if losses_B.shape != (len(y_B),):
         shape = tuple(losses_B.shape)
@@ -67,7 +67,7 @@ def losses_of(output: Any, y_B: Tensor, loss: Loss, watch: Watch) -> Tensor:
     return losses_B
 
 
-LARGE = 2048  # numbers of a linear layer's weight from which its gradients are kept as factors
+LARGE = 2048  # from this size of a linear layer's weight on, its gradients are kept as factors
 
 
 class RecordWeights:
@@ -75,24 +75,24 @@ class RecordWeights:
 
     Args:
         num_records: B.
-        names: Of the parameters that require gradients, by their ids.
+        names: Names of the parameters that require gradients, by their ids.
 
     Attributes:
-        leaves: By the names of the joined parameters the leaf [B, ...].
-        factors: By the name of a large linear layer's weight, of every call, a leaf [B, O] whose
+        leaves: The leaf [B, ...] for each tuple of names of joined parameters.
+        factors: For each large linear layer's weight, by name, and each call: a leaf [B, O] whose
             gradient is that by the output, and the input [B, I].
     """
 
     def __init__(self, num_records: int, names: Mapping[int, str]) -> None:
-        """Join nothing yet."""
+        """Start without joined parameters."""
         self.num_records, self._names = num_records, names
         self.leaves: dict[tuple[str, ...], Tensor] = {}
         self.factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
-        """Return a leaf of stride 0, which takes no memory before its gradient is there.
+        """Return a leaf of stride 0, which takes no memory before it has a gradient.
 
-        Parameters of which none requires gradients are joined without copies.
+        If none of the parameters requires gradients, they are joined without copies.
         """
         if not any(parameter.requires_grad for parameter in parameters):
             return torch.cat(parameters)
@@ -103,7 +103,7 @@ class RecordWeights:
         return self.leaves[group]
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
+        """Return the output [B, O] of a layer whose gradients are kept as factors."""
         out_BO = layers.linear(x_BI, weight.detach(), bias)
         leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
         self.factors.setdefault(self._names[id(weight)], []).append((leaf_BO, x_BI.detach()))
@@ -115,19 +115,19 @@ def record_gradients(
 ) -> RecordGradients:
     """Return a function from a batch to the gradients of its records.
 
-    Parameters that the loss does not reach are left out. Afterwards the module is as it was.
+    Parameters that the loss does not reach are omitted. Afterwards the module is as before.
 
     Args:
-        module: In training mode; called with features alone. A module with ``takes_stack`` (a
-            supernet of images) joins parameters by ``base.layers.stacked``.
+        module: The module in training mode; called with features alone. A module with
+            ``takes_stack`` (a supernet of images) joins parameters with ``base.layers.stacked``.
         parameters: The module's parameters to differentiate by, which all require gradients; no
             other parameter does.
         loss: Called with the module's output and labels; one loss per record.
-        watch: Is shown outputs and losses.
+        watch: Receives outputs and losses.
 
     Raises:
-        ValueError: There are no per-sample gradients of this module.
-        RuntimeError: (by the function) A use of a parameter was missed.
+        ValueError: The module has no per-sample gradients.
+        RuntimeError: (from the function) A use of a parameter was missed.
     """
     refuse_batch_norm(module)
     if not module.training:
@@ -150,8 +150,8 @@ def record_gradients(
 def refuse_batch_norm(module: nn.Module) -> None:
     """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
 
-    Opacus' validator looks at trainable layers alone, and a supernet's norms have no weights. The
-    check is of the structure: an error that depended on the records would be a release.
+    Opacus' validator checks only trainable layers, and a supernet's norms have no weights. The
+    check concerns only the structure, as an error that depended on the records would be a release.
     """
     for submodule in module.modules():
         if isinstance(submodule, nn.modules.batchnorm._BatchNorm) or (
@@ -167,7 +167,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Records:
-    """What the gradients of a batch's records are taken of; see :func:`record_gradients`."""
+    """The arguments of :func:`record_gradients`, with the two ways to take gradients."""
 
     module: nn.Module
     parameters: Parameters
@@ -203,17 +203,17 @@ class _Records:
         return found
 
     def from_hooks(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
-        """Return the gradients of a batch's records, by Opacus' hooks; no attribute has changed."""
+        """Return the gradients of a batch's records, by Opacus' hooks; no attribute is changed."""
         parts = (*self.module.modules(), *self.module.parameters())
         before = [(part, dict(vars(part))) for part in parts]
         hooked = _hooks()[1](self.module, loss_reduction="sum")
-        rounding = layers.own_linear_layers(self.module)  # which round all rows alike
+        rounding = layers.own_linear_layers(self.module)  # they round all rows alike
         gradients: list[Group] = []
         try:
             with torch.enable_grad(), warnings.catch_warnings(), rounding:
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 losses_B = losses_of(hooked(x_B), y_B, self.loss, self.watch)
-                # Not backward(), which would add to .grad. Of the sums only the names are used.
+                # Not backward(), which would add to .grad. Only the names of the sums are used.
                 reached = differentiate(losses_B, self.parameters)
             for name in reached:
                 gradient = vars(self.parameters[name])["grad_sample"]
@@ -229,7 +229,7 @@ class _Records:
 
 
 def _is_covered(layer: nn.Module) -> bool:
-    """Return whether ``fednas_flwr.base.layers`` computes what this layer does."""
+    """Return True if ``fednas_flwr.base.layers`` can compute this layer."""
     if not set(layer._parameters) <= {"weight", "bias"}:
         return False
     if type(layer) is nn.Conv2d:
@@ -250,7 +250,7 @@ def _layers(module: nn.Module, parameters: Parameters) -> list[Any]:
 def _computed_with(
     stack: RecordWeights, module: nn.Module, parameters: Parameters
 ) -> AbstractContextManager[None]:
-    """Let layers compute with their weights as ``stack`` returns them, inside the block."""
+    """Let layers compute, inside the block, with weights as ``stack`` returns them."""
     pools = [
         submodule
         for submodule in module.modules()
@@ -261,7 +261,7 @@ def _computed_with(
 
 
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
-    """Return the same as ever, computed with channels of all records innermost: faster on CPU."""
+    """Return the usual result, computed with channels of all records innermost: faster on CPU."""
     if x.dim() != 4 or getattr(layer, "return_indices", False):
         return type(layer).forward(layer, x)
     B, C, H, W = x.shape
@@ -274,7 +274,7 @@ def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
 
 
 class _Transposed(torch.autograd.Function):
-    """A matrix, transposed by a copy: of matrices torch makes it in blocks, which saves half."""
+    """A matrix transposed by a copy, which torch makes in blocks for matrices; this saves half."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
 
 
 def _own(parameter: Any, stack: RecordWeights) -> Any:
-    """Return a copy for each record of a parameter that is differentiated by; others themselves."""
+    """Return copies, one per record, of a parameter to differentiate by; else the parameter."""
     return stack([parameter]) if parameter is not None and parameter.requires_grad else parameter
 
 
@@ -305,7 +305,7 @@ def _own(parameter: Any, stack: RecordWeights) -> Any:
 def _hooks() -> Any:
     """Return Opacus' validator, and its hooks without two silent errors (as of version 1.6.0).
 
-    Imported here because who needs no hooks should not pay for its 3 s.
+    Opacus is imported here, as its 3 s should be spent only if hooks are needed.
     """
     handlers = logging.root.handlers[:]
     from opacus.grad_sample import GradSampleModule  # type: ignore[import-untyped]
@@ -317,15 +317,15 @@ def _hooks() -> Any:
         """Hooks of every module."""
 
         def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
-            """Name a module once; with two paths it would get two hooks and twice its gradient."""
+            """Return each module once; two paths would give it two hooks and twice its gradient."""
             return dict.fromkeys(super().iterate_submodules(module))
 
         def rearrange_grad_samples(self, **arguments: Any) -> tuple[list[Tensor], Tensor]:
             """Return activations with the strides of a plain NCHW tensor, and output gradients.
 
             Opacus unfolds a convolution's input by ``as_strided`` and assumes these strides: with
-            channels-last inputs its gradients are wrong. ``contiguous`` would keep those of 1x1
-            maps.
+            channels-last inputs its gradients are wrong. ``contiguous`` would keep the strides of
+            1x1 maps.
             """
             activations, backprops = super().rearrange_grad_samples(**arguments)
             return [tensor.flatten().view(tensor.shape) for tensor in activations], backprops
@@ -334,7 +334,7 @@ def _hooks() -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Raise ValueError for what Opacus' hooks cannot count right."""
+    """Raise ValueError for modules whose gradients Opacus' hooks cannot compute correctly."""
     for error in [error for check in _hooks() for error in check.validate(module)]:
         raise ValueError(f"no per-sample gradients of this network: {error}")
     for name, submodule in module.named_modules():

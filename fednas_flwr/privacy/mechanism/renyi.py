@@ -1,8 +1,8 @@
-"""Cost of one private release, in Renyi differential privacy.
+"""The cost of one private release, in Renyi differential privacy.
 
 A release is a Poisson-subsampled Gaussian mechanism; neighbours differ by one record added or
 removed. Renyi divergences add up over releases, even adaptively chosen ones, which is why
-enforcement counts in them (``renyi_filter``). Not for converting whole schedules tightly: that is
+enforcement uses them (``renyi_filter``). For tight conversions of whole schedules there is
 ``accounting``. Main functions: :func:`renyi_divergence`, :func:`epsilon_at_order` and, for another
 unit of privacy, :func:`counted`.
 """
@@ -23,14 +23,14 @@ _MAX_POINTS = 2**15
 
 @dataclass(frozen=True)
 class Release(parser.Checked):
-    """A Poisson-subsampled Gaussian mechanism, repeated: what one row of a ledger books.
+    """A repeated Poisson-subsampled Gaussian mechanism, which one row of a ledger books.
 
     Each step draws every record with probability ``sample_rate``, sums vectors of L2 norm at most
     R and adds Gaussian noise of standard deviation ``noise_multiplier * R``.
 
     Args:
         noise_multiplier: Standard deviation of the noise over the clipping norm, .001 to 1e6.
-        sample_rate: Probability of each record in each step, above 0; 1 is the full batch.
+        sample_rate: Probability of each record in each step, above 0; 1 means the full batch.
         steps: Number of repetitions, at least 1.
 
     Raises:
@@ -49,12 +49,12 @@ class Release(parser.Checked):
 
 
 def poisson_rate(batch_size: float | None, num_records: int) -> float:
-    """Return ``min(1, B / N)``, with which Poisson batches have the expected size B.
+    """Return ``min(1, B / N)``, the rate at which Poisson batches have the expected size B.
 
     Args:
-        batch_size: B, at least 1; below 1 the rate itself, but for fewer records than 1 / B, of
-            which one is expected; None takes all records.
-        num_records: N, as declared: the rate is public, and the data must not speak through it.
+        batch_size: B, at least 1. A value below 1 is the rate itself, except that with fewer than 1
+            / B records one is expected. None takes all records.
+        num_records: N, as declared. The rate is public and must not depend on the data.
     """
     if batch_size is None or batch_size >= max(1, num_records):
         return 1.0
@@ -73,7 +73,7 @@ def merge_releases(releases: Sequence[Release]) -> list[Release]:
     ]
 
 
-@lru_cache(maxsize=4096)  # a stranger chooses the arguments
+@lru_cache(maxsize=4096)  # bounded, as strangers choose the arguments
 def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: float) -> float:
     """Return an upper bound on the Renyi divergence of one step, equal to it to nine digits.
 
@@ -82,17 +82,17 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
     that this direction is the larger one of the two, and that one dimension is the worst case.
     Their series lose all digits at small rates, where ``A - 1`` is tiny; here ``A - 1`` itself is
     integrated by the trapezoidal rule, as the mean of ``(1 + x)^order - 1 - order * x``, which is
-    never negative and has the same value because ``E[x] = 0``. The integrand is analytic for
-    ``|Im z| < pi s^2``, so with this width the rule's error is about ``exp(-70)`` of the result.
+    never negative and has the same value because ``E[x] = 0``. The integrand is analytic for ``|Im
+    z| < pi s^2``, so with this width the rule's error is about ``exp(-70)`` of the result.
 
     Args:
-        noise_multiplier: s, as of :class:`Release`.
-        sample_rate: p, as of :class:`Release`.
+        noise_multiplier: s, as in :class:`Release`.
+        sample_rate: p, as in :class:`Release`.
         order: Above 1.
 
     Edge cases: a rate of 1 gives the Gaussian mechanism's ``order / (2 s^2)``. It bounds every
-    other rate, exceeding it by at most ``-log(p) * order / (order - 1)``, and stands in where there
-    is so little noise that the integral would need more than 32,768 points.
+    other rate, exceeding it by at most ``-log(p) * order / (order - 1)``, and replaces the integral
+    if there is so little noise that it would need more than 32,768 points.
     """
     s, p = noise_multiplier, sample_rate
     width = min(s, s * s) / 4
@@ -116,7 +116,7 @@ def _log_excess(u: np.ndarray, p: float, order: float) -> np.ndarray:
     """Return ``log((1 + x)^order - 1 - order * x)`` for ``x = p * (exp(u) - 1)``."""
     log_growth = np.logaddexp(math.log1p(-p), math.log(p) + u)  # log(1 + x) for large x
     x = p * np.expm1(np.minimum(u, 500.0))
-    with np.errstate(all="ignore"):  # each line is used only where it holds
+    with np.errstate(all="ignore"):  # each line is used only where it is valid
         near = 1 + (order - 4) / 5 * x
         near = 1 + (order - 3) / 4 * x * near
         near = order * (order - 1) / 2 * x**2 * (1 + (order - 2) / 3 * x * near)
@@ -137,7 +137,7 @@ def epsilon_at_order(*, order: float, divergence: float, delta: float) -> float:
 
 
 def least(enough: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the least value from ``low``, which is not enough, to ``high``, to .1 % above it."""
+    """Return the least value that is enough, from ``low``, which is not, to ``high``; to .1 %."""
     while high > 1.001 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -151,12 +151,12 @@ def check_delta(delta: float) -> None:
 
 
 def booked_unit(unit: names.Unit, id_column: str) -> str:
-    """Return a unit as a ledger books it: persons with the column that tells them apart."""
+    """Return a unit as a ledger books it: persons with the column that identifies them."""
     return f"{unit} by {id_column}" if unit == names.PERSON else unit
 
 
 def kind_of(booked: str) -> str:
-    """Return which of ``UNITS`` a booked unit is."""
+    """Return the member of ``UNITS`` that a booked unit is."""
     return booked.partition(" ")[0]
 
 
@@ -166,17 +166,17 @@ def protects(booked: str, unit: str) -> bool:
 
 
 def counted(release: Release, booked: str, unit: str) -> Release | None:
-    """Return the release that costs one ``unit`` what ``release`` does; None costs infinitely much.
+    """Return the release with the cost of ``release`` for one ``unit``; None costs infinitely much.
 
     A release hides whether one unit was there: a record, a person with all records, or the client.
     For a unit that is
 
-    - the same: it costs what it costs;
-    - **coarser**, or made of other parts (persons by another column): infinitely much. Nobody has
-      bounded how many of the one lie in the other, so noise for one hides none of the other;
-    - **finer** (client > person > record): to add a record to a person who has others replaces that
-      person's contribution, v by w, both of norm R. That is up to ``2 R`` apart, so the release
-      counts with half its noise multiplier, and twice where it samples.
+    - the same: the cost is unchanged;
+    - **coarser**, or made of other parts (persons by another column): infinitely much. Nothing
+      bounds how many of the one are in the other, so noise for one hides none of the other;
+    - **finer** (client > person > record): adding a record to a person who has others replaces that
+      person's contribution v by w, both of norm R. These are up to ``2 R`` apart, so the release
+      counts with half its noise multiplier, and twice if it samples.
 
     Proof of the last: let N(x) be the noise around x and p the sampling rate, with the same coin on
     both sides. ``P = (1-p) N(0) + p N(v)`` and ``Q = (1-p) N(0) + p N(w)`` share a part, so by
@@ -187,7 +187,7 @@ def counted(release: Release, booked: str, unit: str) -> Release | None:
     at 2 R. With p = 1 one step is enough, since (P, Q) are two Gaussians ``2 R`` apart.
 
     Args:
-        release: Of the noise and steps that were booked.
+        release: Release with the noise and steps that were booked.
         booked: Unit that it protects, from :func:`booked_unit`.
         unit: Unit to count for, in the same form.
     """

@@ -1,19 +1,19 @@
-"""Secure sums: the server learns the total of the sites' replies and no single one of them.
+"""Secure sums: the server learns the total of the sites' replies, but no single reply.
 
-After Bonawitz et al. (2017, "Practical secure aggregation for privacy-preserving machine
-learning"), made shorter for few and mostly reliable sites: their keys are known beforehand, so that
-no message exchanges keys. Nothing here imports torch or Flower.
+The protocol follows Bonawitz et al. (2017, "Practical secure aggregation for privacy-preserving
+machine learning"), shortened for few and mostly reliable sites: their keys are known beforehand, so
+that no message exchanges keys. Nothing here imports torch or Flower.
 
 **Who knows what.** Every site has an X25519 key, from which it shares a secret with each other
 site, and an Ed25519 key to sign with; both stay at the site. All hold the *roster*, the list of
-public keys, whose fingerprint stands in each site's policy. The server knows the roster and sees
-every message; it is trusted with nothing. Up to ``colluding`` sites may help it.
+public keys, whose fingerprint is in each site's policy. The server knows the roster and sees every
+message; it is trusted with nothing. Up to ``colluding`` sites may help it.
 
 **Context.** Everything is tied to one exchange: roster, run, attempt, stage, round, phase, the
-participants, and all by which the sites compute their replies and that they must share, such as the
-request and the release that each has committed to (``protocol.keys.Context``,
+participants, and everything else that the sites use to compute their replies and must share, such
+as the request and the release that each has committed to (``protocol.keys.Context``,
 ``client.answer.agreed``). Sites that were asked different things, have committed to different
-noise, or were told different participants have different contexts: their masks do not cancel, and
+noise, or were given different participants have different contexts: their masks do not cancel, and
 their signatures do not count for one another.
 
 **Messages** of an exchange among participants P, of which U survive:
@@ -35,15 +35,16 @@ repeated request gets an error, also after a crash.
 have signed. So two lists that are opened have no honest member in common. For honest i and j in U,
 ``pair_ij`` is opened by nobody: of U's honest members the server learns the sum alone, and they are
 at least ``least_sites - colluding``, two or more. The value of an honest site outside of U keeps
-its own mask, of which only ``colluding`` parts can be got. A server that lies about who dropped out
-gets sums of fewer sites, within that bound, or nothing.
+its own mask, of which only ``colluding`` parts can be obtained. A server that lies about who
+dropped out gets sums of fewer sites, within that bound, or nothing.
 
-**Dropouts.** Before a site's first answer: the total is that of the others. Between its first
-answer and its signature: the exchange fails. After it: ``colluding + 1`` sites suffice, unless
-another one has dropped out before, whose masks each survivor must open. Never a wrong total: a mask
-that does not cancel makes values uniform, of which half lie outside of sites x range.
+**Dropouts.** If a site drops out before its first answer, the total is that of the others. If it
+drops out between its first answer and its signature, the exchange fails. After its signature
+``colluding + 1`` sites suffice, unless another one has dropped out before, whose masks each
+survivor must open. The total is never wrong: a mask that does not cancel makes values uniform, of
+which half lie outside of sites x range.
 
 **Not hidden:** who takes part, how long each site computes, and the total; without privacy also
-what clients say of themselves before the run, such as their records by split and class. Sums of the
-same records over different rounds can be compared; against that only noise helps.
+what clients state about themselves before the run, such as their records by split and class. Sums
+of the same records over different rounds can be compared; only noise protects against that.
 """

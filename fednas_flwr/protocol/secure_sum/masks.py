@@ -1,9 +1,9 @@
 """Values on a grid, and masks: streams of ChaCha20 under seeds that HKDF-SHA256 derives.
 
-A :class:`Grid` makes values whole numbers of cells, which add up exactly modulo a power of two. All
-sites of an exchange use one grid: its cell is a power of two, and each site may use so many cells
-that the sum of all fits half of the modulus. The other half is headroom: a total in it was not made
-by honest sites.
+A :class:`Grid` converts values into whole numbers of cells, which add up exactly modulo a power of
+two. All sites of an exchange use one grid. Its cell is a power of two, and the number of cells per
+site is limited such that the sum of all fits half of the modulus. The other half is headroom: a
+total in it was not made by honest sites.
 
 A seed is derived for one context and purpose and used for one stream, a key for one box. Main
 functions: :func:`derive` and :func:`add_mask`.
@@ -29,20 +29,20 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-WIDE_CELL = 2.0**-32  # where no range is known
+WIDE_CELL = 2.0**-32  # if no range is known
 BITS = {32: np.int32, 64: np.int64}
 SECRET_BYTES, PART_BYTES = 32, 33
 PRIME = 2**256 + 297
-_BLOCK = 2**18  # bytes of a stream that are made at a time: they stay in the cache
+_BLOCK = 2**18  # bytes of a stream that are made at a time, so that they stay in the cache
 _ONCE = bytes(12)  # the nonce of a key that encrypts one message
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Values with a share of noise, as whole cells of a grid: only masks may touch them.
+    """Values with a share of noise, as whole cells of a grid; only masks may be applied to them.
 
-    What rounds, clamps or branches on a site's own noised values could take its share of the noise
-    out of the sum; the sum modulo a power of two cannot.
+    Rounding, clamping or branching on a site's own noised values could remove its share of the
+    noise from the sum; the sum modulo a power of two cannot.
 
     Attributes:
         values: int64 [n].
@@ -75,7 +75,7 @@ class Grid:
 
     @classmethod
     def of_range(cls, most: float, *, sites: int) -> Grid:
-        """Return the finest grid modulo 2^32 on which each of so many sites can have ``+-most``.
+        """Return the finest grid modulo 2^32 on which each of ``sites`` sites can have ``+-most``.
 
         Raises:
             ValueError: ``most`` is not a positive number that floats can divide.
@@ -97,8 +97,8 @@ class Grid:
     def wrap(self, cells: Cells) -> np.ndarray:
         """Return cells modulo two to the power of the grid's width [n].
 
-        Sums of wrapped values are those of the values, wrapped: none is lost whose sum has room,
-        which whoever adds the noise sees to (``ReleaseGuard.share``).
+        Sums of wrapped values are the wrapped sums of the values: nothing is lost if the sum has
+        room. The function that adds the noise ensures this (``ReleaseGuard.share``).
         """
         return cells.values.astype(BITS[self.bits])
 
@@ -106,10 +106,10 @@ class Grid:
         """Return the values rounded to cells, as integers of the grid's width [n].
 
         Raises:
-            ValueError: A value is not finite or beyond the range; its place is not told.
+            ValueError: A value is not finite or beyond the range; the message does not say where.
         """
         cells = np.rint(np.asarray(values, dtype=np.float64) / self.cell)
-        if not bool((np.abs(cells) <= self.most_cells).all()):  # NaN is not
+        if not bool((np.abs(cells) <= self.most_cells).all()):  # also refuses NaN
             raise ValueError(
                 f"a value is not finite or beyond {self.range:.4g}, which is what the secure sum "
                 f"of {self.sites} sites has room for."
@@ -117,10 +117,10 @@ class Grid:
         return cells.astype(BITS[self.bits])
 
     def decode(self, total: np.ndarray, *, sites: int) -> np.ndarray:
-        """Return the sum of so many sites' values, float64 [n], from its integers.
+        """Return the sum of ``sites`` sites' values, float64 [n], from its integers.
 
         Raises:
-            ValueError: It is beyond what they can have sent.
+            ValueError: The sum is beyond what they can have sent.
         """
         signed = total.view(BITS[self.bits])
         low, high = (int(signed.min()), int(signed.max())) if signed.size else (0, 0)
@@ -133,12 +133,12 @@ class Grid:
 
 
 def derive(secret: bytes, context: bytes, purpose: str) -> bytes:
-    """Return 32 bytes that nobody can tell from random ones without the secret.
+    """Return 32 bytes that nobody without the secret can distinguish from random ones.
 
     Args:
         secret: Secret of two sites, or of one.
         context: Digest of the exchange.
-        purpose: Purpose of the bytes; another one gives independent bytes.
+        purpose: Purpose of the bytes; another purpose gives independent bytes.
     """
     hkdf = HKDF(algorithm=SHA256(), length=SECRET_BYTES, salt=context, info=purpose.encode())
     return hkdf.derive(secret)
@@ -193,7 +193,7 @@ def split(secret: bytes, points: Iterable[int], *, threshold: int) -> dict[int, 
     Args:
         secret: 32 bytes.
         points: Different numbers from 1.
-        threshold: Number of parts that rebuild the secret, from 1 to that of the points.
+        threshold: Number of parts that rebuild the secret, from 1 to the number of points.
     """
     polynomial = [int.from_bytes(secret, "big")]
     polynomial += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
@@ -207,10 +207,10 @@ def split(secret: bytes, points: Iterable[int], *, threshold: int) -> dict[int, 
 
 
 def rebuild(parts: Mapping[int, bytes]) -> bytes:
-    """Return the secret of which these are at least ``threshold`` parts, by their points.
+    """Return the secret, given at least ``threshold`` of its parts by their points.
 
     Raises:
-        ValueError: They are parts of no secret of 32 bytes. Wrong or too few parts can also give
+        ValueError: The parts give no secret of 32 bytes. Wrong or too few parts can also give
             another secret.
     """
     total = 0

@@ -1,7 +1,7 @@
-"""A site's part of a secure sum: it answers, signs and opens a context once each, and keeps books.
+"""A site's part of a secure sum: it answers, signs and opens each context once and records it.
 
-Before anything is sent, what is sent is recorded in an sqlite file whose every commit is on disk.
-Main class: :class:`SumSite`.
+Before anything is sent, it is recorded in an sqlite file whose every commit is on disk. Main class:
+:class:`SumSite`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fednas_flwr.protocol.secure_sum import masks
 
 _refused = partial(refused, "secure_sum")
 BySite = Mapping[int, bytes]
-NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
+NODE_KEYS = ("roster", "sum-key", "sums")  # keys of a node's configuration
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS answers (
         context TEXT PRIMARY KEY, run TEXT, participants TEXT, part BLOB, survivors TEXT,
@@ -36,11 +36,12 @@ _SCHEMA = """
 
 @dataclass(frozen=True)
 class Opening:
-    """Shares by which the server takes masks off a sum.
+    """Shares with which the server removes masks from a sum.
 
     Attributes:
-        parts: By survivor, this site's part of the seed of that one's own mask.
-        pairs: By site that has dropped out, the seed of the mask that it shares with this one.
+        parts: For each survivor, this site's part of the seed of the survivor's own mask.
+        pairs: For each site that has dropped out, the seed of the mask that it shares with this
+            one.
     """
 
     parts: BySite
@@ -51,14 +52,14 @@ class SumSite:
     """One site, in any number of processes.
 
     Args:
-        index: Its place in the roster.
-        keys: Its own.
-        roster: That it holds.
+        index: The site's place in the roster.
+        keys: The site's own keys.
+        roster: The roster that it holds.
         terms: Terms of its policy.
         journal: The file of what was answered, signed and opened, created if missing.
 
     Raises:
-        ConfigError: The roster is not the policy's, or has other keys for this site.
+        ConfigError: The roster is not that of the policy, or has other keys for this site.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class SumSite:
 
         Args:
             index: The node's place in the roster.
-            node: With the paths ``roster``, ``sum-key`` and ``sums``, the journal.
-            terms: Of the node's policy.
+            node: Configuration with the paths ``roster``, ``sum-key`` and, for the journal,
+                ``sums``.
+            terms: Terms of the node's policy.
 
         Raises:
-            ConfigError: One is missing, or a file is not as it should be.
+            ConfigError: A path is missing, or a file is invalid.
         """
         missing = [key for key in NODE_KEYS if key not in node]
         if missing:
@@ -109,8 +111,9 @@ class SumSite:
         """Record that a context is answered, before the action reads a record.
 
         Args:
-            participants: As all others an attribute of :class:`Context`.
-            **place: The others, but the roster, which is this site's.
+            participants: See :class:`Context`.
+            **place: The other attributes of :class:`Context`, except the roster, which is this
+                site's.
 
         Raises:
             ConfigError: The participants are too few, not in order, not of the roster or without
@@ -133,11 +136,11 @@ class SumSite:
         return Answer(self, context, asked, seed, parts)
 
     def sign(self, context: bytes, survivors: Sequence[int]) -> bytes:
-        """Return the signature of the one list of survivors that is signed for a context.
+        """Return the signature of the only list of survivors that is signed for a context.
 
         Raises:
-            ConfigError: The context was not answered, a list was signed for it, or this one is
-                outside of what the policy allows.
+            ConfigError: The context was not answered, a list was already signed for it, or the
+                policy does not allow this list.
         """
         listed = tuple(survivors)
         with self._books() as books:
@@ -161,12 +164,12 @@ class SumSite:
         Args:
             context: Digest of the exchange.
             survivors: The list that this site has signed.
-            signatures: Of every one of them.
-            boxes: By survivor, the sealed part that it has made for this site.
+            signatures: Signatures of all survivors.
+            boxes: For each survivor, the sealed part that it has made for this site.
 
         Raises:
-            ConfigError: Another list was signed, a signature is missing or forged, a part is not
-                as its site has sealed it, or the context was opened before.
+            ConfigError: Another list was signed, a signature is missing or forged, a part is not as
+                its site has sealed it, or the context was opened before.
         """
         listed = tuple(survivors)
         with self._books() as books:
@@ -211,7 +214,7 @@ class SumSite:
         return self._keys.shared_secret(self.roster.sites[other])
 
     def _check_members(self, what: str, members: Sequence[int], sites: Sequence[int]) -> None:
-        """Refuse a list that is not some of the sites, this one too, ``least_sites`` or more."""
+        """Refuse a list unless it has ``least_sites`` or more of the sites, including this one."""
         least = self.terms.least_sites
         if list(members) != sorted(set(members) & set(sites)):
             raise _refused(what, list(members), f"some of the {len(sites)} sites, ascending")
@@ -228,7 +231,7 @@ class SumSite:
 
     @contextmanager
     def _books(self) -> Iterator[sqlite3.Connection]:
-        """Hold the journal's only lock; what is written is on disk at the end, or nothing is."""
+        """Hold the journal's only lock; at the end everything written is on disk, or nothing is."""
         try:
             with closing(connect(self._journal)) as books:
                 books.row_factory = sqlite3.Row
@@ -244,10 +247,10 @@ class SumSite:
 
 @dataclass(frozen=True)
 class Answer:
-    """The one answer to a context, while it is made.
+    """The only answer to a context, while it is made.
 
     Attributes:
-        site: That answers.
+        site: The site that answers.
         context: Digest of the exchange.
         participants: The sites that were asked.
     """
