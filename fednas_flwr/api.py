@@ -348,13 +348,14 @@ def register_op(name: str, make: Callable[[int, int], nn.Module]) -> None:
 def register_loss(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Let ``training.loss=<name>`` train supernets and networks by a loss of your own.
 
-    Networks are still tested by cross-entropy.
+    Networks are still tested by cross-entropy, and for numbers by the squared difference.
 
     Args:
         name: Name of letters, digits and underscores.
         loss: Function of the logits [1, classes] and the label int64 [1] of one record, or its
-            labels [1, classes] of 0 and 1; it returns one number. It runs under ``torch.vmap``, so
-            that no record's loss can depend on another record.
+            labels [1, classes] of 0 and 1; for a number to predict, of the output [1, 1] and the
+            standardised target [1]. It returns one number. It runs under ``torch.vmap``, so that no
+            record's loss can depend on another record.
 
     Raises:
         ConfigError: The name exists.
