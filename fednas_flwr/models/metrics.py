@@ -236,7 +236,8 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        found: dict[str, Any] = objective.reported({ACCURACY: accuracy})
+        loss = float(objective.tested_losses(logits, y_test).mean())
+        found: dict[str, Any] = objective.reported({ACCURACY: accuracy, "loss": loss})
         found |= objective.scores(logits, y_test)
         measure = partial(weighted_scores, logits, y_test, objective=objective)
         found |= intervals(measure, len(y_test), seed=seed)

@@ -29,7 +29,7 @@ from fednas_flwr.report.templates import (
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import METRICS, SCORES, SIMPLER, Run, Score, flat_settings, of_splits
-from fednas_flwr.settings.names import LOG_LOSS, MOST_SHOWN, PRV, QUANTILES
+from fednas_flwr.settings.names import MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
 SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # the first ones
@@ -115,7 +115,7 @@ def score_table(run: Run) -> Table | None:
         *((MODELS[name], partial(_score_of, of)) for name, of in measured.items() if of),
     ]
     columns.insert(2, ("95 % interval", interval))
-    head, rows = rows_of(_measured(run, [central]), columns)
+    head, rows = rows_of(_measured([central]), columns)
     rest = [DASH] * (len(head) - 2)
     added = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
     return "Scores on the server's test set", head, rows + added
@@ -186,7 +186,7 @@ def client_table(run: Run) -> Table | None:
     Accuracies have the 95 % interval of Wilson (1927), unless noise hides the number of hits.
     """
     clients: Sequence[Mapping[str, Any]] = run.client_results()
-    if not (shown := _measured(run, clients)):
+    if not (shown := _measured(clients)):
         return None
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
@@ -214,15 +214,14 @@ def client_table(run: Run) -> Table | None:
         columns.insert(2, ("95 % interval", interval))
     copies = {one["client"]: one for one in run.last("evaluated").get("copies") or []}
     kept = run.last("personalised").get("clients", ())
-    if kinds := [] if many else _measured(run, [*copies.values()]):
+    if kinds := [] if many else _measured([*copies.values()]):
         columns.append((f"{kinds[0].label} of fine-tuned copy", of_copy))
     return "Each client's own test records", *rows_of(clients, columns)
 
 
-def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
-    """Return the scores that some results have; the loss of predicted numbers is no log loss."""
-    kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
-    return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
+def _measured(found: Sequence[Mapping[str, Any]]) -> list[Score]:
+    """Return the scores that some results have."""
+    return [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:

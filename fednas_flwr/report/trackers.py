@@ -75,7 +75,7 @@ def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
                     f"{model}_{score.name}": value
                     for score in SCORES
                     for model in score.models
-                    if (value := (event.get(model) or {}).get(score.name)) is not None
+                    if (value := score.of(event.get(model) or {})) is not None
                 }
                 send("evaluate", scores, 0)
 

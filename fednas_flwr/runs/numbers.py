@@ -7,6 +7,7 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any, Literal
@@ -63,7 +64,12 @@ class Score:
         return -1 if self.name in names.LOSSES else 1
 
     def of(self, measured: Mapping[str, Any]) -> float | None:
-        """Return its value in an evaluation; None if it was not measured."""
+        """Return its value in an evaluation; None if it was not measured.
+
+        The loss of predicted numbers, which have no accuracy, is no log loss.
+        """
+        if self.name == names.LOG_LOSS and names.ACCURACY not in measured:
+            return None
         return measured.get(self.key or self.name)
 
 
@@ -75,7 +81,7 @@ SCORES = (
     Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
-    Score(names.LOG_LOSS, "log loss", models=(), key="loss"),
+    Score(names.LOG_LOSS, "log loss", "error", models=("central",), key="loss"),
     Score(names.R2, "R²", hub="r_squared", chance=0.0),
     Score(names.RMSE, "RMSE", "error", hub="rmse"),
     Score(names.MAE, "MAE", "error", hub="mae"),
@@ -520,11 +526,19 @@ def _of(place: str, key: str) -> Callable[[Run], float | None]:
     return read
 
 
+def _score_of(run: Run, model: str, score: Score) -> float | None:
+    """Return a score of one model of a run."""
+    return score.of(run.scores(model))
+
+
 def _scores(model: str, prefix: str) -> list[Metric]:
     """Return the scores of one model as metrics."""
     return [
         Metric(
-            f"{model}_{score.name}", f"{prefix} {score.label}", score.unit, _of(model, score.name)
+            f"{model}_{score.name}",
+            f"{prefix} {score.label}",
+            score.unit,
+            partial(_score_of, model=model, score=score),
         )
         for score in SCORES
         if model in score.models

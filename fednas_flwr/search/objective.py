@@ -227,6 +227,18 @@ class Objective:
         return scores
 
 
+def check_own_loss(name: str, loss: OwnLoss, logits: Tensor, labels: Tensor) -> None:
+    """Refuse a loss of the user's that fails on some records, or has no gradient there."""
+    try:
+        torch.autograd.grad(_own_losses(loss, logits.requires_grad_(), labels).sum(), logits)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"training.loss={name} of your own fails: {reason.rstrip('.')}. It is computed for one "
+            "record at a time, by torch.vmap, and differentiated: use tensor operations only."
+        ) from error
+
+
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
     """The losses [B] of records by a user's function, which receives one record at a time."""
     return torch.vmap(partial(_own_loss, loss))(logits, labels)

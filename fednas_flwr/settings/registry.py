@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings.names import NUMBER_LOSSES
 from fednas_flwr.settings.run_settings import AlgorithmSettings, Config, GivenNetwork
 
 BUILT_IN = {
@@ -130,7 +131,7 @@ def register(group: str, name: str, entry: Any) -> None:
         ConfigError: The name exists or cannot be written as ``group=name``, or an algorithm has
             neither or both of a search and settings derived from ``GivenNetwork``.
     """
-    if name in entries(group):
+    if name in entries(group) or (group == "loss" and name in NUMBER_LOSSES):
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ConfigError(f"{group}={name!r} is no name: expected letters, digits and underscores.")

@@ -242,14 +242,30 @@ def tried(
     """A user's own module in evaluation mode, and its outputs for x and for the first row of x.
 
     Raises:
-        ConfigError: The module fails.
+        ConfigError: The module fails, or cannot be trained by clients and exported.
     """
     try:
         module = make(*arguments).eval()
+        _check_tensors(module)
         with torch.no_grad():
-            return module, module(x), module(x[:1])
+            outputs = module(x), module(x[:1])
+        if not isinstance(outputs[0], Tensor):
+            raise TypeError(f"it returns a {type(outputs[0]).__name__}, expected one tensor")
     except Exception as error:
         raise ConfigError(f"the {what} of your own fails: {error}.") from error
+    return module, *outputs
+
+
+def _check_tensors(module: nn.Module) -> None:
+    """Refuse tensors of a user's own module that clients cannot train, average or export."""
+    names: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet, give the layer its input size")
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            raise ValueError(f"{name} is frozen, make it a buffer (register_buffer)")
+        if names.setdefault(id(tensor), name) != name:
+            raise ValueError(f"{name} and {names[id(tensor)]} are one tensor, name it once")
 
 
 class Choice(nn.Module):
