@@ -76,6 +76,8 @@ def describe(client: Client, request: Request, asked: rq.Describe) -> Reply:
         properties["keeps_model"] = True
     if guard is not None:
         properties |= guard.properties
+        if asked.with_epsilon:
+            properties["epsilon"] = guard.epsilons(request.header.run)
         return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
     properties |= client.data.counts(len(client.inputs.class_names))
     if client.moments is not None:

@@ -186,6 +186,7 @@ class ReleaseGuard:
         """
         for planned in plan:
             check_planned(self.allowed, planned)
+            self.check_action(planned.action, self.data_set)
         if len({planned.key for planned in plan}) < len(plan):
             raise ConfigError("refused: the plan holds a kind of release twice.")
 

@@ -36,7 +36,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # To be raised whenever the same source would give other prepared records.
-_CACHE_VERSION = 16
+_CACHE_VERSION = 17
 # Public and fixed: these choices must be the same in every run and on every machine.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"

@@ -269,7 +269,8 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
     table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
     takes_all = not kinds
     kinds |= dict.fromkeys(settings.categories, CATEGORY)
-    names = [n for n in texts if n not in no_features and (n in kinds or takes_all)]
+    in_order = texts if takes_all or not settings.strict else kinds  # as sites declare them
+    names = [n for n in in_order if n not in no_features and (n in kinds or takes_all)]
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]

@@ -519,14 +519,15 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
 
 
 def _report_spending(run: Run) -> None:
-    """Ask clients for the spent part of their budgets; after a failure they may not answer."""
-    spent = []
+    """Ask clients what the run has cost by now; after a failure they may not answer."""
+    spent, request = [], rq.Describe(with_epsilon=True)
     with suppress(QuorumError):
         for client, reply in run.cohort.ask(
-            Exchange("query.describe", stage="evaluate", settings=rq.Describe(), also_left=True)
+            Exchange("query.describe", stage="evaluate", settings=request, also_left=True)
         ):
-            if "spent" in reply.properties:
-                spent.append({"client": client, "spent": reply.properties["spent"]})
+            if {"spent", "epsilon"} <= set(reply.properties):
+                told = {name: reply.properties[name] for name in ("spent", "epsilon")}
+                spent.append({"client": client, **told})
     run.log.emit("privacy_spent", clients=spent)
 
 

@@ -177,7 +177,8 @@ def check_action(
         ConfigError: A rule is broken; the message names the rule, the value and the limit.
     """
     if data_set is None or data_set not in policy.data_sets:
-        raise refused("data_sets", "data set", data_set, "an id that this site's policy gives")
+        limit = "an id that this site's policy gives (runs without privacy=dp name none)"
+        raise refused("data_sets", "data set", data_set, limit)
     allowed = policy.data_sets[data_set]
     if action not in allowed.actions:
         raise refused("actions", "action", action, f"one of {', '.join(sorted(allowed.actions))}")

@@ -245,6 +245,17 @@ class Budget(TypedDict):
     delta: Annotated[float, ps.Between(0, 1, above=True, below=True)]
 
 
+def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
+    splits = [set(of) for of in epsilons.values()]
+    alike = all(of == splits[0] <= set(names.SPLITS) for of in splits)
+    return set(epsilons) == set(names.ACCOUNTANTS) and alike
+
+
+# by accountant and split; None means infinite
+Epsilons = Annotated[
+    dict[str, dict[str, Epsilon | None]],
+    ps.Where(_are_complete, "an epsilon of the same splits by each accountant"),
+]
 Coordinate = Annotated[float, ps.Between(-LARGEST_NUMBER, LARGEST_NUMBER, above=True)]
 
 
@@ -281,6 +292,7 @@ class ClientProperties(Identity, total=False):
         float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
     spent: Epsilon | None  # None means infinite
+    epsilon: Epsilons
     honest_sites: Annotated[int, ps.Between(2, names.MOST_SITES)]
 
 
@@ -293,15 +305,15 @@ class ExactClientProperties(ClientProperties, total=False):
 
 @sr.asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
 class Describe(Settings):
-    """``query.describe``."""
+    """``query.describe``.
+
+    Attributes:
+        with_epsilon: True if private clients also report what the run has cost by now, with
+            everything that other runs have released meanwhile.
+    """
 
     of_any_site = True
-
-
-def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
-    splits = [set(of) for of in epsilons.values()]
-    alike = all(of == splits[0] <= set(names.SPLITS) for of in splits)
-    return set(epsilons) == set(names.ACCOUNTANTS) and alike
+    with_epsilon: bool = False
 
 
 def _are_units(units: Sequence[str]) -> bool:
@@ -312,11 +324,7 @@ class Committed(TypedDict, total=False):
     """Properties of the reply to ``query.commit``: a hash to approve, or what the run costs."""
 
     awaits: Annotated[str, ps.Where(partial(is_hex, 32), "32 hex digits")]
-    # by accountant and split; None means infinite
-    epsilon: Annotated[
-        dict[str, dict[str, Epsilon | None]],
-        ps.Where(_are_complete, "an epsilon of the same splits by each accountant"),
-    ]
+    epsilon: Epsilons
     covered_steps: dict[str, Number]
     uncounted: Annotated[list[str], ps.Where(_are_units, "different units of privacy")]
 

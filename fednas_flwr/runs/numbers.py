@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any, Literal
@@ -276,18 +277,29 @@ class Run:
 
     @property
     def privacy(self) -> Event | None:
-        """The newest ``privacy`` event; None before clients have accepted a schedule."""
-        return self.last("privacy") or None
+        """The newest ``privacy`` event; None before clients have accepted a schedule.
+
+        Its epsilons are those at the end of the run, if clients have reported them: other runs may
+        have released something meanwhile.
+        """
+        promised = self.last("privacy")
+        at_end = {c["client"]: c.get("epsilon", {}) for c in self._spending()}
+        clients = [
+            c | {"epsilon": {name: of | later.get(name, {}) for name, of in c["epsilon"].items()}}
+            for c in promised.get("clients", ())
+            for later in [at_end.get(c["client"], {})]
+        ]
+        return promised | {"clients": clients} if promised else None
 
     def privacy_spent(self) -> dict[int, float | None]:
         """Return the epsilon that filters of clients have counted since the ``privacy`` event."""
-        spent: dict[int, float | None] = {}
-        for event in self.events:
-            if event["event"] == "privacy":
-                spent = {}
-            elif event["event"] == "privacy_spent":
-                spent = {client["client"]: client["spent"] for client in event["clients"]}
-        return spent
+        return {client["client"]: client["spent"] for client in self._spending()}
+
+    def _spending(self) -> list[Event]:
+        """Return what clients have reported of their budgets since the ``privacy`` event."""
+        later = takewhile(lambda event: event["event"] != "privacy", reversed(self.events))
+        found = (event["clients"] for event in later if event["event"] == "privacy_spent")
+        return next(found, [])
 
     def attempts(self) -> list[list[Event]]:
         """Return the events of each process that worked on the run, oldest first."""

@@ -68,6 +68,13 @@ def test_ignored_columns_and_numeric_categories(table_csv):
     assert "patient" in table.columns
 
 
+def test_declared_columns_of_a_site_are_in_the_declared_order(table_csv):
+    how = {"corrupt": "skip", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
+    how |= {"label": "ill", "class_names": ("0", "1"), "numeric": ("pressure", "age")}
+    table, _ = read("csv", table_csv, **how, categories={"site": ("A", "B")})
+    assert [column.name for column in table.schema] == ["pressure", "age", "site"]
+
+
 ROWS = "a,b,y\n1.5,x,0\n2,z,1\n0,,1\n"
 SAME = {
     "order of columns and rows, labels": "b,y,a\n,0,0\nz,0,2\nx,1,1.5\n",

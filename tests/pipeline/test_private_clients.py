@@ -243,6 +243,8 @@ def check_books(ran, **of_rounds):
         covers = [{"stage": stage, "rounds": n, "of": n} for stage, n in of_rounds.items()]
         assert told["covers"] == covers
     assert all(0 < client["spent"] <= budget for client in spent["clients"])
+    costs = [[client["epsilon"] for client in event["clients"]] for event in (promise, spent)]
+    assert costs[0] == costs[1]  # as no other run has released anything
     assert not ran.failed
     for event in ran.named("round"):
         assert all(metrics == {} for metrics in event["clients"].values())

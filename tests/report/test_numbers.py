@@ -98,6 +98,9 @@ def test_the_newest_schedule_counts_and_what_was_spent_since(make_run):
     assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
     assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}
     accepted = read_run(folder).privacy
+    at_end = {"prv": {"train": 7.5}}  # with what other runs have released meanwhile
+    emit(folder, "privacy_spent", clients=[{"client": 1, "spent": 2.9, "epsilon": at_end}])
+    assert read_run(folder).numbers()["epsilon"] == 7.5
     emit(folder, "privacy", schedule=accepted["schedule"], clients=accepted["clients"][:1])
     resumed = read_run(folder)
     assert resumed.numbers()["epsilon"] == 3.1001

@@ -299,6 +299,7 @@ WRONG_RECORDS = [
     (TABLE + "61\n", {}, "row 100 has 1 cells, but the header 2"),
     (TABLE + "61,yes,no\n", {}, "row 100 has 3 cells, but the header 2"),
     ("age,ill\nold,yes\n", {}, r"no record that can be read; 1 of 1 records left out \(100.0%"),
+    ("age,ill\n61,yes\nold,yes\n", {}, "none of the 1 records .* to train on; 1 of 2 records left"),
     (TABLE, {"label": "last"}, "must give dataset.label or labels"),
     (TABLE, {"corrupt": "refuse"}, "see data"),
     (TABLE.replace("age", "years"), {}, "age"),

@@ -213,7 +213,11 @@ def _site_records(folder: Path, settings: Settings) -> str:
         raise Trouble("; ".join(["there is no record that can be read", *prepared.train.notes]))
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start creates it
-    parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
+    shares = allowed.fractions
+    parts = make_client_data(prepared, rows, key=text.encode(), fractions=shares, may_be_empty=True)
+    if not parts.train.num_units:
+        few = f"none of the {len(rows):,} records that can be read is one to train on"
+        raise Trouble("; ".join([few, *prepared.train.notes]))
     notes = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
