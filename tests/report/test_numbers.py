@@ -17,7 +17,7 @@ from ..refusals import refuses
 from .conftest import ROUND, emit
 
 NAMES = (
-    "central_accuracy central_f1 central_auroc central_average_precision central_r2 "
+    "central_accuracy central_f1 central_auroc central_average_precision central_log_loss central_r2 "
     "central_rmse central_mae accuracy_without_skip accuracy_without_cells released_auroc "
     "client_accuracy personalised_accuracy linear_accuracy linear_f1 linear_auroc linear_r2 "
     "linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc trees_r2 trees_rmse "
@@ -43,7 +43,7 @@ def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_bette
     scores = {metric.name for metric in METRICS if metric.is_score}
     models = tuple("accuracy central client federated linear personalised released trees".split())
     errors = {metric.name for metric in METRICS if metric.unit == "error"}
-    assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae"))}
+    assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae", "_loss"))}
     assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
 
 
