@@ -454,20 +454,17 @@ def linear_run(finished_run, noise):
 
 
 def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise):
-    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
-    data = np.load(noise)
+    data, central = np.load(noise), linear_run.the("evaluated")["central"]
     x = (torch.from_numpy(data["x_test"]) / 255 - MEAN) / STD
     y = torch.from_numpy(data["y_test"])
     with torch.no_grad():
         logits = load(linear_run.folder).network(x)
     expected = {"num_examples": len(y), "loss": F.cross_entropy(logits, y).item()}
     expected["accuracy"] = int((logits.argmax(1) == y).sum()) / len(y)
-    found = {name: evaluated["central"][name] for name in expected}
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert {name: central[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
-    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
     data, settings = np.load(noise), linear_run.config.dataset
     ids = record_ids(image.tobytes() for image in data["x_train"])
     parts = assign_splits(ids, key=settings.split_key.encode(), fractions=settings.fractions)
@@ -483,7 +480,8 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
         odds = by_class - [np.logaddexp.reduce(np.delete(by_class, c, 0)) for c in range(3)]
         return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
 
-    assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)
+    found = linear_run.the("evaluated")["linear"]["auroc"]
+    assert found == pytest.approx(area(parts < 2), rel=1e-4)
     assert abs(area(parts < 2) - area(parts < 3)) > 1e-3  # else the test could not tell
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import hydra_config
-from fednas_flwr.settings.hydra_config import compose_tree
 
 from .conftest import compose_by_hydra
 
@@ -25,7 +24,7 @@ COMPOSED = [
 def test_what_is_remembered_is_what_hydra_composes(overrides, monkeypatch):
     def composed():
         try:
-            return compose_tree(overrides.split())
+            return hydra_config.compose_tree(overrides.split())
         except ConfigError as error:
             return str(error)
 

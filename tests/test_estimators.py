@@ -68,8 +68,7 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
     config = config_of(fitted)
     assert (config.clients, config.partition.name) == (3, "column")
     own = (f"dataset.root={config.dataset.root}", f"dataset.cache={config.dataset.cache}")
-    typed = compose(*TYPED, *own, f"run_dir={fitted.run_folder}")
-    assert dump_config(config) == dump_config(typed)
+    assert dump_config(config) == dump_config(compose(*TYPED, *own, f"run_dir={fitted.run_folder}"))
     assert (fitted.run_folder / "model.onnx").exists()
 
 
@@ -209,8 +208,7 @@ def test_records_without_a_class_or_a_group_are_refused():
     for name in ("a\nb", "b "):
         odd = np.where(y == "b", name, y)
         refuses("has outer blanks or line breaks: change", fit, X, odd, error=ValueError)
-    missing = [None, "NA", "b"] * 20
-    refuses(r"site is empty in 1\d rows", fit, X, y, groups=missing)
+    refuses(r"site is empty in 1\d rows", fit, X, y, groups=[None, "NA", "b"] * 20)
     for names in (["true", "TRUE", "False"], ["1", "1.0", "2"]):
         refuses("some are read as one: give them", fit, X, np.resize(names, 60), error=ValueError)
 
@@ -245,8 +243,7 @@ def test_columns_of_levels_and_what_draws_seeds_are_taken(tmp_path, asked):
     levels = patients()[["age"]].set_axis(pd.MultiIndex.from_tuples([("a", "b")]), axis=1)
     for draws in map(np.random.RandomState, (0, 0, 1)):
         own = {"preset": "fast", "settings": [f"dataset.cache={tmp_path}"], "random_state": draws}
-        model = FedClassifier(**own)
-        refuses("", model.fit, levels, patients()["died"], error=InterruptedError)
+        refuses("", FedClassifier(**own).fit, levels, patients()["died"], error=InterruptedError)
     (one, again, other), columns = zip(
         *((config.seed, names) for config, names in asked), strict=True
     )
@@ -277,8 +274,7 @@ PRIVATE = ["privacy=dp", "privacy.epsilon=8", "dataset.ranges={age: [0, 99]}"]
 @pytest.mark.parametrize("settings", [[], ["dataset.missing_values=[-9]"], OTHERWISE, PRIVATE])
 def test_categories_of_numbers_are_taken_where_nothing_else_is_said(settings, tmp_path, asked):
     X = patients()[["age"]].assign(sex=pd.Categorical(np.resize([0, 1, -9], 200)))
-    own = [*settings, f"dataset.cache={tmp_path}"]
-    model = FedClassifier(preset="fast", settings=own)
+    model = FedClassifier(preset="fast", settings=[*settings, f"dataset.cache={tmp_path}"])
     refuses("", model.fit, X, patients()["died"], error=InterruptedError)
     codes = {0: ["-9", "0", "1"], 1: ["0", "1"]}.get(len(settings), [])
     assert asked[0][0].dataset.categories.get("sex", []) == codes

@@ -21,7 +21,7 @@ from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings.registry import OWN, TABLES, packed
+from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
@@ -56,17 +56,13 @@ def small(shape, classes):
 
 
 @pytest.fixture(autouse=True)
-def _registered():
+def _registered(only_here):
     """Register what the tests use, and forget it."""
     register_op("wide", wide)
     register_op("layer", lambda channels, stride: nn.Linear(channels, channels))
     register_op("blur", lambda channels, stride: nn.AvgPool2d(3, stride, 1))
     register_loss("focal", focal)
     register_network("small", small)
-    yield
-    for group, own in OWN.items():
-        for name in list(own):
-            del own[name], TABLES[group][name]
 
 
 def space_of(name, norm="group", ops=("wide", "blur")):
@@ -99,7 +95,6 @@ def test_every_space_offers_it(name, norm):
 
 @pytest.mark.parametrize("name", ["darts", "nasbench201"])
 def test_the_fast_supernet_computes_what_its_modules_do(name):
-    torch.manual_seed(0)
     supernet = space_of(name).supernet().double()
     x = torch.randn(3, 2, 9, 9, dtype=torch.float64)
     fast = supernet(x)
@@ -307,7 +302,7 @@ WITH += ("stages=[retrain,evaluate,export]", "retrain.rounds=1")
 
 
 @pytest.fixture(autouse=True)
-def _forgotten_files(monkeypatch, only_here):
+def _forgotten_files(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     yield
     _run.cache_clear()

@@ -1,7 +1,5 @@
 """DPNAS' rounds against local training, a weighted average, and accuracies counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,7 @@ from fednas_flwr.search.candidate import Candidate
 
 from ..asked import filled, spied
 from ..rows import seldom
-from .plain import average, copied, make_sgd, step
+from .plain import accuracy_of, average, copied, make_sgd, step
 
 pytestmark = pytest.mark.usefixtures("one_cell")
 DPNAS = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"]
@@ -91,13 +89,9 @@ def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(
         assert event["paths"] == asked
         assert event["noise"] == 0
         supernet = supernet_after(searched, event["round"]).eval()
-        splits = [client.data.validation for client in searched.clients]
         for path, reward in zip(event["paths"], event["rewards"], strict=True):
-            correct = 0
-            for split in splits:
-                x, y = split.batch(torch.arange(len(split)), "cpu")
-                correct += int((Candidate(supernet, path)(x).argmax(1) == y).sum())
-            assert reward == pytest.approx(correct / sum(map(len, splits)))
+            accuracy = accuracy_of(Candidate(supernet, path), searched.clients)
+            assert reward == pytest.approx(accuracy)
     best = max(rewarded[-1]["rewards"])
     assert searched.strategy.values["reward"] == best
     path = searched.strategy.space.path(searched.strategy.derive())

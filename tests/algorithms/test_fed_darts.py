@@ -1,7 +1,5 @@
 """Federated DARTS and FedNAS against a local loop per client and numpy's weighted average."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Through the real path: strategy, cohort, messages, in-process grid, ClientApp, actions.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,15 +2,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.spaces.genotype import to_json
+
+from .plain import accuracy_of
 
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
@@ -49,10 +49,7 @@ def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
     exchange, _ = searched.asked[-1]
     network = make_network(exchange.settings.network)
     load_states(network, exchange.states)
-    splits = [client.data.validation for client in searched.clients]
-    own = [evaluate(network, split, torch.device("cpu")) for split in splits]
-    correct = sum(metrics.accuracy * metrics.num_examples for metrics in own)
-    pooled = correct / sum(metrics.num_examples for metrics in own)
+    pooled = accuracy_of(network.eval(), searched.clients)
     assert accuracies(searched)[-1] == pytest.approx(pooled)
 
 

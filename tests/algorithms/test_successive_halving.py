@@ -16,7 +16,6 @@ from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.answer import answer
-from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol import states
 from fednas_flwr.protocol.messages import Header, Request
@@ -28,7 +27,7 @@ from fednas_flwr.spaces.genotype import from_json, to_json
 
 from ..asked import spied
 from ..rows import seldom
-from .plain import make_sgd, step
+from .plain import accuracy_of, make_sgd, step
 
 SEARCH = ["algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"]
 SEARCH += ["algorithm.pool.by=[synflow,parameters]", "algorithm.weights.clip_norm=0.5", "clients=2"]
@@ -168,11 +167,8 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
         assert event["noise"] == 0
         pool = make_network(settings.network)
         load_states(pool, sent)
-        splits = [client.data.validation for client in searched.clients]
         for network, reward in zip(pool.members, event["rewards"], strict=True):
-            own = [(evaluate(network, s, torch.device("cpu")).accuracy, len(s)) for s in splits]
-            correct = sum(accuracy * count for accuracy, count in own)
-            assert reward == pytest.approx(correct / sum(map(len, splits)))
+            assert reward == pytest.approx(accuracy_of(network.eval(), searched.clients))
         kept, (_, after) = check_kept(searched, event), searched.after[event["round"] - 1]
         before = network_states(pool)
         for name, tensor in after.items():
@@ -271,8 +267,7 @@ def test_one_client_of_three_does_not_choose(settings, compose_config, federate)
     spied(federation, claiming)
     searched_by(federation, rounds=2)
     pool = [json.dumps(genotype) for genotype in federation.named("rewarded")[0]["genotypes"]]
-    kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
-    assert kept == [pool[1], pool[0]]
+    assert [json.dumps(json.loads(one)) for one in federation.after[0][0]] == [pool[1], pool[0]]
     assert claims.mean(dim=0).argmax() == 3  # the mean would have the last
     assert claims.quantile(0.5, dim=0).argmax() == 3  # and so would a median of raw rewards
 

@@ -30,7 +30,9 @@ from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates, Tri
 from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments
+from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
 from ..asked import ALPHAS, smallest
 from ..policies import policy_of
@@ -147,13 +149,24 @@ def of_splits(edit):
 
 
 def without_last(name):
-    """Return an edit of a client's data that takes one record out of a split."""
+    """Return an edit of a client's data that leaves the last unit out of a split."""
 
     def edit(data):
         split = getattr(data, name)
-        return replace(data, **{name: replace(split, rows=split.rows[:-1])})
+        keep, persons = torch.arange(len(split)) < len(split) - 1, split.persons
+        if persons is not None:
+            keep = persons != persons[-1]
+            persons = persons[keep]
+        return replace(data, **{name: replace(split, rows=split.rows[keep], persons=persons)})
 
     return edit
+
+
+def hardware_loss(space, form):
+    """Return the loss of a space whose target lies in the middle of its multiply-adds."""
+    costs = space_costs(space, None)
+    target = (costs.lowest + costs.highest) / 2
+    return HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
 
 
 @pytest.fixture(scope="session")

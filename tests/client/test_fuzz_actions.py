@@ -17,8 +17,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
-from fednas_flwr.protocol import messages
-from fednas_flwr.protocol.messages import decode_request, encode_states
+from fednas_flwr.protocol.messages import HEADER, JSON, decode_request, encode_states
 
 from .conftest import ASKED, GONE, put, schedule, without_last
 from .test_private_actions import ADDED, JUNK_OF, paths_of, unreleased
@@ -39,11 +38,6 @@ def edit_settings(rng, values):
         value = None
     put(values, path, value if value is GONE else copy.deepcopy(value))
     return values
-
-
-def edit_header(rng, header):
-    header[rng.choice([*header, "more"])] = rng.choice([v for v in JUNK if v is not GONE])
-    return header
 
 
 def edit_states(rng, states):
@@ -82,7 +76,7 @@ def make_message(rng, site):
         if kind < 0.6:
             values = edit_settings(rng, values)
         elif kind < 0.7:
-            header = edit_header(rng, header)
+            header[rng.choice([*header, "more"])] = rng.choice([v for v in JUNK if v is not GONE])
         elif kind < 0.95:
             states = edit_states(rng, states)
         else:
@@ -101,7 +95,7 @@ def outcome(site, action, text, states, read):
     """Return all that a server sees of an answer but noised numbers, and what was booked."""
     before, _ = len(site.rows()), read.clear()
     try:
-        content = {messages.HEADER: ConfigRecord({messages.JSON: text}), **encode_states(states)}
+        content = {HEADER: ConfigRecord({JSON: text}), **encode_states(states)}
         said = "answered", unreleased(site.answer(decode_request(action, RecordDict(content))))
     except (ConfigError, BudgetExceededError) as error:
         said = "refused", f"{type(error).__name__}: {error}"

@@ -11,14 +11,22 @@ import torch
 
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search import proxyless
-from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import Adam
-from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from fednas_flwr.spaces.latency_tables import from_json
 
 from ..refusals import refuses
 from ..rows import seldom
-from .conftest import RECORDS, STEP, TERMS, clipped_sum, flat, make_networks, schedule, step_along
+from .conftest import (
+    RECORDS,
+    STEP,
+    TERMS,
+    clipped_sum,
+    flat,
+    hardware_loss,
+    make_networks,
+    schedule,
+    step_along,
+)
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 ALPHA_NORM = 0.002  # so small that it clips
@@ -57,12 +65,6 @@ def ask(make_site, networks):
         return site, site.ask("train.search", **(LOCAL | settings))
 
     return asked
-
-
-def hardware(networks, form):
-    costs = space_costs(networks.space, None)
-    target = (costs.lowest + costs.highest) / 2
-    return HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
 
 
 def searched(site, networks, *, loss, warm_up, steps=2):
@@ -114,7 +116,7 @@ SEARCHES = [(None, False), ("additive", False), seldom("multiplicative", False),
 
 @pytest.mark.parametrize(("form", "warm_up"), SEARCHES)
 def test_private_path_search_is_clipped_steps(form, warm_up, ask, networks, totals):
-    loss = None if form is None else hardware(networks, form)
+    loss = None if form is None else hardware_loss(networks.space, form)
     site, reply = ask(hardware=loss, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
     twin = searched(site, networks, loss=loss, warm_up=warm_up)
@@ -190,7 +192,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(change, differin
 
 def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networks):
     site = make_site(committed=EVERYTHING)
-    loss = hardware(networks, "multiplicative")
+    loss = hardware_loss(networks.space, "multiplicative")
     for scale in (0.5, 0.5, 2.0):
         given = replace(loss, terms=replace(loss.terms, scale=scale))
         site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})

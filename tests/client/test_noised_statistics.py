@@ -290,9 +290,8 @@ def test_a_private_client_takes_a_mean_of_features_that_is_no_longer_than_they_a
 def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
     of_images, tmp_path, clients
 ):
-    folder = tmp_path / "run"
-    config = compose(*of_images, *clients, f"run_dir={folder}")
-    run(config)
+    config = compose(*of_images, *clients, f"run_dir={tmp_path / 'run'}")
+    folder = run(config).folder
     events = read_events(folder / "events.jsonl")
     (found,) = [event for event in events if event["event"] == "statistics"]
     (private,) = [event for event in events if event["event"] == "privacy"]
@@ -371,8 +370,7 @@ def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies,
 
     lies("query.describe", lie)
     monkeypatch.setattr("fednas_flwr.client.answer.check_fields", lambda *_: None)
-    folder = tmp_path / "run"
-    run(compose(*overrides, NOISE, f"run_dir={folder}"))
+    folder = run(compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")).folder
     events = read_events(folder / "events.jsonl")
     assert len([event for event in events if event["event"] == "statistics"]) == 1
     assert not [event for event in events if event["event"] in ("client_failed", "client_left")]
@@ -389,9 +387,8 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_calibrate_tells_of_the_release(overrides, capsys):
-    assert main(["calibrate", *overrides, NOISE]) == 0
-    told = capsys.readouterr().out
+def test_calibrate_tells_of_the_release(overrides, prints):
+    told = prints("calibrate", *overrides, NOISE)
     assert "statistics, statistics on train: 1 steps" in told
     assert "noise multiplier 2, privacy.statistics_noise_multiplier; clipping norm 1" in told
 
@@ -488,10 +485,9 @@ def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(coun
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
 def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
-    folder = tmp_path / "run"
     noises = noting(monkeypatch, stages, "scores_of_counts", lambda *_, noise: noise)
-    config = compose(*scored, *summed, f"run_dir={folder}")
-    run(config)
+    config = compose(*scored, *summed, f"run_dir={tmp_path / 'run'}")
+    folder = run(config).folder
     finished = read_run(folder)
     told = finished.scores("released")
     (private,) = [e for e in finished.events if e["event"] == "privacy"]
@@ -514,9 +510,8 @@ def test_data_of_more_classes_plan_none(scored, tmp_path, patients):
     lines = patients.read_text().splitlines()
     lines[1::3] = [line.replace("no", "unknown") for line in lines[1::3]]
     of_three.write_text("\n".join(lines) + "\n")
-    folder = tmp_path / "run"
-    run(compose(*scored, f"dataset.root={of_three}", f"run_dir={folder}"))
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    run(compose(*scored, f"dataset.root={of_three}", f"run_dir={tmp_path / 'run'}"))
+    events = read_events(tmp_path / "run" / "events.jsonl")
     (private,) = [event for event in events if event["event"] == "privacy"]
     assert {plan["kind"] for plan in private["schedule"]} == {"weights"}
 

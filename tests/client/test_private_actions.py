@@ -18,7 +18,6 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import noised_measures
 from fednas_flwr.client.answer import check_fields
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.models.networks import describe_derived, make_network, make_space
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -66,7 +65,7 @@ def sums(reply, action, guessing=GUESSING):
     """
     if action == "evaluate.model":
         pair = torch.tensor([reply.metrics["loss"] / (2 * guessing), reply.metrics["accuracy"]])
-        return {"metrics": pair.double() * reply.num_examples / METRICS_NORM}
+        return {"metrics": pair.double() * reply.num_examples / noised_measures.METRICS_NORM}
     vectors = {n: torch.cat([v.double() for v in s.values()]) for n, s in reply.states.items()}
     scales = SCALES.get(action, dict.fromkeys(vectors, 1))
     return {name: vectors[name] * scale for name, scale in scales.items()}

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchvision.ops import StochasticDepth
 
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -35,15 +34,13 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
-from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces import SEARCH_SPACES
-from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
 from ..asked import SUPERNET, smallest
 from ..patients import patients
 from ..refusals import refuses
-from .conftest import POLICY, node_of, of_splits, packed
+from .conftest import POLICY, hardware_loss, node_of, of_splits, packed, without_last
 
 DATA_SET = "ward"
 HEADER = Header("run", "search", 1, 1, 0, "nonce")
@@ -93,12 +90,9 @@ def of_supernet(action, kit):
     """All requests of an action about the supernet."""
     asked = smallest(DATA_SET, network=SUPERNET, weights=STEP, loss_bound=0.3)[action]
     if action == "train.search" and kit.name == "mbconv":
-        costs = space_costs(kit.space, None)
-        target = (costs.lowest + costs.highest) / 2
         paths = [SampledPaths(warm_up=warm, hardware=None) for warm in (False, True)]
-        for form in ("additive", "multiplicative"):
-            hardware = Hardware(None, "multiply_adds", target, form, 0.5, 0.7)
-            paths.append(SampledPaths(warm_up=False, hardware=HardwareLoss.of(costs, hardware)))
+        losses = [hardware_loss(kit.space, form) for form in ("additive", "multiplicative")]
+        paths += [SampledPaths(warm_up=False, hardware=loss) for loss in losses]
         searches = [replace(SEARCHED, alternating=None, paths=drawn) for drawn in paths]
         return [replace(asked, local=search) for search in searches]
     if action == "train.search":
@@ -186,20 +180,6 @@ def descriptions(kit, *, pools):
             yield networks.describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
 
 
-def without(split_name):
-    """Return an edit of a client's data that leaves one unit out of a split."""
-
-    def edit(data):
-        split = getattr(data, split_name)
-        keep, persons = torch.arange(len(split)) < len(split) - 1, split.persons
-        if persons is not None:
-            keep = persons != persons[-1]
-            persons = persons[keep]
-        return replace(data, **{split_name: replace(split, rows=split.rows[keep], persons=persons)})
-
-    return edit
-
-
 # every two records to a person
 of_persons = of_splits(lambda split: replace(split, persons=torch.arange(len(split)) // 2))
 
@@ -213,7 +193,7 @@ def sent_with(described, scale=1.0):
 def without_dropout(network):
     """Take out what is drawn for each record by itself, so that two answers draw alike."""
     for module in network.modules():
-        if isinstance(module, nn.Dropout | StochasticDepth):
+        if isinstance(module, torch.nn.Dropout | StochasticDepth):
             module.p = 0.0
     return network
 
@@ -313,7 +293,7 @@ def check(ask, totals, kit, action, asked, **how):
     largest = 0.0
     request = Request(action, HEADER, *asked)
     for split in sorted({split for splits, _ in asked_kinds(request).values() for split in splits}):
-        second = ask(kit, action, asked, hold=without(split), **how)
+        second = ask(kit, action, asked, hold=without_last(split), **how)
         assert len(second) == len(first)
         for (total, norm), (other, other_norm) in zip(first, second, strict=True):
             assert other_norm == norm

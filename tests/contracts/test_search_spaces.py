@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -166,7 +165,7 @@ def test_no_module_changes_its_input(space, kind_of_network):
         seen.append((inputs[0], inputs[0].detach().clone()))
 
     for module in network.modules():
-        if not isinstance(module, nn.ModuleList):
+        if not isinstance(module, torch.nn.ModuleList):
             module.register_forward_pre_hook(remember)
     network(examples(space.input_shape)).sum().backward()
     assert len(seen) > 15
@@ -338,5 +337,5 @@ def test_no_network_has_a_strided_pointwise_convolution(name):
         drawn = [space.random_genotype(generator) for _ in range(3)]
         networks = [space.supernet(), *map(space.network, drawn)]
     for module in (module for network in networks for module in network.modules()):
-        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size == (1, 1):
             assert module.stride == (1, 1), module

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
@@ -95,7 +94,7 @@ def test_plain_and_private_steps_of_a_given_network(name):
     x = torch.empty(4, 3, 16, 16, device="meta")
     network = on_meta(lambda: FIXED_NETWORKS[name]((3, 16, 16), 5, **norm))
     for module in network.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     check_network(network, x, torch.empty(4, dtype=torch.long, device="meta"))
 

@@ -102,10 +102,9 @@ def test_it_is_a_flower_strategy_that_learns_and_derives(undisturbed):
 
 def test_resume_after_round_1_gives_equal_tensors(undisturbed, compose_config, federate, tmp_path):
     config = compose(compose_config, undisturbed.algorithm)
-    shutil.copytree(undisturbed.folder, tmp_path, dirs_exist_ok=True)
-    for path in tmp_path.glob("search-000002.*"):
-        path.unlink()
-    resumed = federate(config, checkpoints=tmp_path)
+    last = shutil.ignore_patterns("search-000002.*")
+    half = shutil.copytree(undisturbed.folder, tmp_path / "half", ignore=last)
+    resumed = federate(config, checkpoints=half)
     resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
     assert [e["round"] for e in resumed.named("round")] == [2]
     assert_equal(snapshot(resumed.strategy), snapshot(undisturbed.strategy))

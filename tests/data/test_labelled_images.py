@@ -10,7 +10,6 @@ import torch
 
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import main
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.readers import DATA_SETS, site_dataset
@@ -269,7 +268,6 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
             found = [name for name, has in (("even", digit % 2 == 0), ("large", digit > 4)) if has]
             lines.append(f"{i}.png,p{i // 3},{';'.join(found)}")
         (tmp_path / "data" / part / "labels.csv").write_text("\n".join(lines) + "\n")
-    folder = tmp_path / "run"
     config = compose(
         *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
         *("stages=[retrain,evaluate,export]", "dataset=labelled_images", "runtime.device=cpu"),
@@ -277,9 +275,9 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
         *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
         *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
         *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
-        *("trackers=[]", f"run_dir={folder}"),
+        *("trackers=[]", f"run_dir={tmp_path / 'run'}"),
     )
-    run(config)
+    folder = run(config).folder
     (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
     reported = evaluated["central"]["accuracy"]
     found = load(folder).predict(tmp_path / "data" / "test" / "labels.csv")
@@ -292,10 +290,9 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
     assert sorted(again.probabilities[:, 0]) == sorted(found.probabilities[:, 0])
 
 
-def test_fednas_data_shows_them(tmp_path, capsys):
+def test_fednas_data_shows_them(tmp_path, prints):
     root = by_findings(tmp_path / "data")
     own = ["dataset.labels_file=labels.csv", 'dataset.label_separator="|"', "clients=1"]
     own += ["dataset.image_size=8", f"dataset.cache={tmp_path / 'cache'}"]
     own += ["dataset.server_test=false", "dataset.id_column='Patient ID'"]
-    assert main(["data", str(root), *own]) == 0
-    assert "Mass 2, Nodule 2" in capsys.readouterr().out
+    assert "Mass 2, Nodule 2" in prints("data", root, *own)

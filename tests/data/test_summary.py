@@ -1,8 +1,6 @@
 import numpy as np
 import pytest
 
-from fednas_flwr.cli import main
-
 from ..data_sets import save_pixels
 
 
@@ -19,10 +17,9 @@ def patients(tmp_path):
     return path
 
 
-def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, capsys):
+def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, prints):
     own = ["clients=2", "dataset.server_test=false", f"dataset.cache={tmp_path / 'cache'}"]
-    assert main(["data", str(patients), *own]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints("data", patients, *own).splitlines()
     assert lines[0] == "120 records for clients; shape of one: 4"
     assert lines[1] == "patients.csv: separator semicolon, decimal comma"
     for line in (
@@ -49,38 +46,32 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, 
     assert sum(told) == 120
 
 
-def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
+def test_small_and_lopsided_clients_are_named(patients, tmp_path, prints):
     own = ["partition=column", "partition.column=outcome", "clients=2"]
     cache = f"dataset.cache={tmp_path / 'cache'}"
     settings = ["dataset.label=ward", "dataset.server_test=false", cache]
     patients.write_text(patients.read_text().replace(";;", ";e;"))
-    assert main(["data", str(patients), *own, *settings]) == 0
-    printed = capsys.readouterr().out
+    printed = prints("data", patients, *own, *settings)
     assert "died is small: " in printed or "died has no record for " in printed
     assert "label ward: e 10, n 56, s 54" in printed
     patients.write_text(patients.read_text().replace("left", "Died", 40))
-    assert main(["data", str(patients), *own[:2], "clients=3", *settings]) == 0
     said = "note: the column of clients holds Died and died: join them in the data if they are one"
-    assert said in capsys.readouterr().out
+    assert said in prints("data", patients, *own[:2], "clients=3", *settings)
     number = ["dataset.label=age", "dataset.task=regression"]
-    assert main(["data", str(patients), *number, *settings[1:]]) == 0
-    assert (
-        "}' dataset.target_range=[23,79], with the ends that are usual" in capsys.readouterr().out
-    )
+    said = "}' dataset.target_range=[23,79], with the ends that are usual"
+    assert said in prints("data", patients, *number, *settings[1:])
 
 
-def test_images_are_told_with_what_is_done_to_them(tmp_path, capsys):
+def test_images_are_told_with_what_is_done_to_them(tmp_path, prints):
     rng = np.random.default_rng(0)
     for i in range(40):
         pixels = rng.integers(0, 256, (8 + i % 3, 8), np.uint8)
         save_pixels(pixels, tmp_path / "images" / "ab"[i % 2] / f"{i}.png")
     (tmp_path / "images" / "a" / "no.png").write_bytes(b"no image")
     cache = [f"dataset.cache={tmp_path / 'cache'}", "dataset.channels=1", "dataset.image_size=8"]
-    assert main(["data", str(tmp_path / "images"), *cache]) == 2
-    assert "1 of 41 files cannot be read as an image" in capsys.readouterr().err
-    assert main(["data", str(tmp_path / "images"), *cache, "dataset.corrupt=skip"]) == 0
-    printed = capsys.readouterr().out
+    told = prints("data", tmp_path / "images", *cache, code=2)
+    assert "1 of 41 files cannot be read as an image" in told
+    printed = prints("data", tmp_path / "images", *cache, "dataset.corrupt=skip")
     assert "1 broken images left out" in printed
     assert "resized to 8x8 (bilinear) from 8x9: 13, 8x10: 13" in printed
-    assert main(["data", str(tmp_path / "nothing")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "does not exist" in prints("data", tmp_path / "nothing", code=2)

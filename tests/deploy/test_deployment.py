@@ -34,7 +34,7 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
 
-from ..finished_runs import in_process, stop_at
+from ..finished_runs import assert_same_files, in_process, stop_at
 from ..processes import told
 from ..refusals import refuses
 from ..rows import seldom
@@ -325,9 +325,8 @@ def test_real_sites_give_the_same_bits_as_simulated_ones(sites, files, quick_run
     common = ("partition=sites", "dataset.server_test=false", *features)
     inline = quick_run(*common, f"dataset.root={sites}")
     deployed = quick_run(*REAL_SITES, "dataset.root=null", *features, sites=files)
-    for name in ("genotype.json", "model.safetensors", "checkpoints/search-000002.safetensors"):
-        one, other = ((run.folder / name).read_bytes() for run in (inline, deployed))
-        assert one == other, name
+    names = ("genotype.json", "model.safetensors", "checkpoints/search-000002.safetensors")
+    assert_same_files(inline.folder, deployed.folder, *names)
     assert inline.the("partition")["counts"] == deployed.the("partition")["counts"]
 
 
@@ -382,8 +381,7 @@ def kept_run(tmp_path, files, quick_run):
         nodes = [{"data-path": str(file)} for file in files]
         for name, place in places.items():
             nodes["abc".index(name)] |= {"models": str(place), "signer": signer}
-        run = quick_run(*REAL_SITES, "rounds=1", "retrain.rounds=1", *more, sites=nodes)
-        return run, places
+        return quick_run(*REAL_SITES, "rounds=1", "retrain.rounds=1", *more, sites=nodes), places
 
     return run
 

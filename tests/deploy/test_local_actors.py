@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fednas_flwr.algorithms.zero_cost import strategy
 from fednas_flwr.api import run
@@ -23,6 +22,7 @@ from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.settings import with_runtime
 from fednas_flwr.settings.registry import packed
 
+from ..finished_runs import assert_same_files
 from ..refusals import raising, refuses
 from ..small_spaces import SPACES as SMALL
 
@@ -101,9 +101,7 @@ def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_core
             monkeypatch.delenv(processes.ALONE)
         runs.append(run(replace(config, run_dir=str(tmp_path / name)), listeners=listeners))
         assert not read_run(runs[-1].folder).failures()
-    one, other = (load_file(done.folder / "model.safetensors") for done in runs)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_files(*(done.folder for done in runs), "model.safetensors")
     exchanges = sum(e["exchanges"] for e in read_run(tmp_path / "workers").of_kind("round"))
     assert 0 < len(answered) < config.clients * exchanges  # here at first, then by workers
 

@@ -87,8 +87,7 @@ def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config,
     assert {1 / 6, 1 / 3, 2 / 3} <= {*shares}  # while a network is trained, too
     texts = [(event["position"], event["text"]) for event in told if "text" in event]
     assert [place for place, _ in texts] == ["1/2", "2/2"]
-    accuracy = read_run(made[0]).test_score()
-    assert texts[0][1] == f"a: accuracy {100 * accuracy:.1f} %"
+    assert texts[0][1] == f"a: accuracy {100 * read_run(made[0]).test_score():.1f} %"
 
 
 def test_no_process_outlives_the_one_that_has_started_it(folders):

@@ -122,7 +122,6 @@ def test_attention_that_is_fused_is_exported_and_goes_on_as_it_was(fast, tmp_pat
 
 
 def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
-    torch.manual_seed(0)
     model = Model(nn.Linear(7, 2), TABLE)
     path, _ = export_onnx(model, tmp_path)
     session = onnxruntime.InferenceSession(path)
@@ -176,9 +175,7 @@ def test_onnx_reads_cells_as_training_has(how, cells, tmp_path):
     columns = [Column("age", indicator=True), *(Column(n, "category", v) for n, v in words.items())]
     scaled = {"mean": (20.0, *[0.0] * 6), "std": (10.0, *[1.0] * 6)}
     form = replace(TABLE.form, **how)
-    torch.manual_seed(0)
-    inputs = replace(TABLE, **scaled, schema=tuple(columns), form=form)
-    model = Model(nn.Linear(7, 2), inputs)
+    model = Model(nn.Linear(7, 2), replace(TABLE, **scaled, schema=tuple(columns), form=form))
     path, _ = export_onnx(model, tmp_path)
     ages = np.array([40.5, -9, np.nan, 7], np.float32)
     spelled = [f"{age:g}".replace("nan", "") for age in ages]
@@ -238,7 +235,6 @@ def test_onnx_gives_every_name_once(name, tmp_path):
 
 @pytest.mark.parametrize(("classes", "positive"), [(2, None), (2, 0), (3, 1)])
 def test_onnx_decides_by_the_threshold(classes, positive, tmp_path):
-    torch.manual_seed(0)
     names = ("a", "b", "c")[:classes]
     inputs = Inputs((2,), (Column("x"), Column("y")), (0.0, 0.0), (1.0, 1.0), names)
     network, table = nn.Linear(2, classes), np.random.default_rng(0).normal(size=(200, 2))

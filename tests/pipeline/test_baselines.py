@@ -218,10 +218,9 @@ def test_the_data_free_choice_of_a_table_keeps_the_tables_space(compose_config):
 @pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])
 def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, high):
     """Also a learning rate below the one to which retraining's would fall."""
-    folder = tmp_path / "run"
-    own = ("algorithm=random_search", "rounds=1", f"run_dir={folder}")
+    own = ("algorithm=random_search", "rounds=1", f"run_dir={tmp_path / 'run'}")
     config = compose_config(*own, ranges_of(lr=(low, high)))
-    run(config)
+    folder = run(config).folder
     derived = read_run(folder).last("derived")
     found = derived["configuration"]
     assert low <= found["lr"] <= high

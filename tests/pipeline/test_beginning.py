@@ -13,12 +13,13 @@ from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.events import EventLog, read_events
+from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 
 from ..finished_runs import Told
 from ..refusals import refuses
+from ..report.conftest import emit
 
 SITES = ("cleveland", "hungarian", "va")
 SHORT = ("algorithm=fedavg", "retrain.rounds=1", "evaluation.baselines=0", "trackers=[]")
@@ -63,8 +64,7 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     passes = {made.name: open_run_folder(str(made)).retrain.local_epochs for made in candidates}
     assert passes.pop("linear") == 1
     assert set(passes.values()) == {3}
-    with EventLog(found.folder / "events.jsonl") as log:  # the run is resumed with other records
-        log.emit(**{**event, "splits": larger})
+    emit(found.folder, **event | {"splits": larger})  # the run is resumed with other records
     assert _planned_retraining(config, [1]).local_epochs == 3
 
 
@@ -108,8 +108,7 @@ def one_table(folder):
 
 
 def overrides(root, *more):
-    cache = root.parent / "cache"
-    return ["dataset=csv", f"dataset.root={root}", f"dataset.cache={cache}", *more]
+    return ["dataset=csv", f"dataset.root={root}", f"dataset.cache={root.parent / 'cache'}", *more]
 
 
 def test_clients_follow_from_what_divides_the_data(folder, one_table):

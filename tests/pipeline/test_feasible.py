@@ -90,8 +90,7 @@ def test_values_of_the_server_that_overflow_are_refused(compose_config, table, t
 def test_batch_norm_of_a_single_record_is_refused(compose_config, table, tmp_path):
     config = compose_config(*table)
     prepared, _ = make_data(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
-    splits = assign_splits(prepared.train.ids, key=key, fractions=fractions)
+    splits = assign_splits(prepared.train.ids, **config.dataset.division)
     first = np.append(np.flatnonzero(splits == 0)[:20], np.flatnonzero(splits == 1)[:1])
     others = np.setdiff1d(np.arange(len(splits)), first)
     save_partition(tmp_path / "parts.json", [others, np.sort(first)])

@@ -19,7 +19,7 @@ from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
-from ..finished_runs import copy_without, named
+from ..finished_runs import assert_same_files, copy_without, named
 from ..refusals import refuses, refuses_run
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
@@ -136,9 +136,8 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
     assert list(read_run(folder).last("groups")["groups"]) == ["b", "a"]  # as they were saved
     warnings = read_run(folder / "groups" / "a").of_kind("warning")
     assert any("search-000002" in warning["message"] for warning in warnings)
-    for file in ("groups/a/model.safetensors", "groups/b/model.safetensors"):
-        one, other = load_file(whole.folder / file), load_file(folder / file)
-        assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+    models = ("groups/a/model.safetensors", "groups/b/model.safetensors")
+    assert_same_files(whole.folder, folder, *models)
 
 
 def test_a_group_is_not_resumed_alone(whole, prints):
@@ -148,7 +147,6 @@ def test_a_group_is_not_resumed_alone(whole, prints):
 
 
 def test_clients_with_similar_updates_of_the_alphas_form_a_group():
-    torch.manual_seed(0)
     directions = torch.randn(12) + 0.5 * torch.randn(2, 12)  # not far from each other
     updates = {
         client: 10.0**client * (directions[client % 2] + 0.1 * torch.randn(12)).double()

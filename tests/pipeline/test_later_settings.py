@@ -198,7 +198,6 @@ RELEASE = PlannedRelease("retrain", "train.weights", "weights", BOTH, 0.125, 200
 @pytest.mark.parametrize("clients", [1, 4])
 def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum, clients):
     """Plain SGD on the mean of clients' noise, each of its own, and on nothing else."""
-    torch.manual_seed(0)
     steps, walk = 2000, 0.2
     batches = [64.0] * clients
     noise = later_settings.noise_per_step(RELEASE, batches, asked=clients)

@@ -95,10 +95,9 @@ def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(quick_run):
     assert keeping == done.the("personalised")["clients"] != []
     assert all((one["gain"] > 0) == one["keeps"] for one in copies)
     prepared, parts = stages.make_data(done.config)
-    key, fractions = done.config.dataset.division.values()
+    splits = assign_splits(prepared.train.ids, **done.config.dataset.division)
     for client in keeping:
-        rows = parts[client]
-        rows = rows[assign_splits(prepared.train.ids[rows], key=key, fractions=fractions) == 2]
+        rows = parts[client][splits[parts[client]] == 2]
         model = load(done.folder / "copies" / f"client_{client}")
         images = prepared.train.features[torch.as_tensor(rows)].numpy()
         labels = np.array(model.predict(images).labels)

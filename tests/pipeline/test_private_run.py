@@ -42,6 +42,7 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked, promised_steps
+from ..client.conftest import clipped_sum, step_along
 from ..data_sets import save_pixels
 from ..finished_runs import Told, in_process, named, stop_at
 from ..policies import policy_of
@@ -275,25 +276,18 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
     optimizers = {"weights": make_sgd(parameters["weights"], config.algorithm.weights)}
     optimizers["alphas"] = make_adam(parameters["alphas"], config.algorithm.alphas)
     for state, name in (("weights", "train"), ("alphas", "validation")):
-        total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
-        for client in fed.clients:
-            split = getattr(client.data, name)
-            for row in range(len(split)):
-                x, y = split.batch(torch.tensor([row]), "cpu")
-                loss = functional.cross_entropy(plain(x.double()), y)
-                unused = {"allow_unused": True, "materialize_grads": True}
-                gradients = torch.autograd.grad(loss, parameters[state], **unused)
-                norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
-                clipped += norm > norms[state]
-                scale = min(1.0, norms[state] / norm)
-                total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
-        assert clipped > 0
-        for parameter, gradient in zip(parameters[state], total, strict=True):
-            parameter.grad = gradient / sum(counts[name] for counts in records)
+
+        def gradients_of(x, y, own=parameters[state]):
+            unused = {"allow_unused": True, "materialize_grads": True}
+            return torch.autograd.grad(functional.cross_entropy(plain(x), y), own, **unused)
+
+        splits = [getattr(client.data, name) for client in fed.clients]
+        sums = [clipped_sum(split, gradients_of, norms[state]) for split in splits]
+        assert max(largest for _, largest in sums) > norms[state]
+        mean = sum(total for total, _ in sums) / sum(counts[name] for counts in records)
         if state == "weights":
-            clip_norm = config.algorithm.weights.clip_norm
-            torch.nn.utils.clip_grad_norm_(parameters["weights"], clip_norm)
-        optimizers[state].step()
+            mean *= min(1.0, config.algorithm.weights.clip_norm / mean.norm().item())
+        step_along(optimizers[state], parameters[state], mean, 1)
         expected = torch.cat([p.detach().reshape(-1) for p in parameters[state]])
         actual = strategy.states[state]["float32"].double()
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -161,20 +161,13 @@ def private(run_inline):
     return run_inline(*DP, "sampling.spare=.5", "privacy.metrics_noise_multiplier=50")
 
 
-def books(run, client):
-    """What a client has booked, and what it has committed to."""
-    sites = run.folder / "sites"
-    (name,) = {row.run for number in range(6) for row in booked(sites, number)}
-    with ledger_of(sites, client) as ledger:
-        return booked(sites, client), ledger.committed(name)
-
-
 def noise_of(event):
     return {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
 
 
 def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
-    told = private.the("privacy")
+    told, sites = private.the("privacy"), private.folder / "sites"
+    (name,) = {row.run for client in range(6) for row in booked(sites, client)}
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
     asked = {(e["stage"], e["round"]): e["asked"] for e in private.named("round")}
     assert {len(clients) for clients in asked.values()} == {2}
@@ -185,7 +178,8 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
         turns = [(stage, number_of) for stage, numbers in stages.items() for number_of in numbers]
         may = Counter(s for s, r in turns if number in sampling.participants(s, r).candidates)
         assert client["turns"] == may
-        entries, text = books(private, number)
+        with ledger_of(sites, number) as ledger:
+            text = ledger.committed(name)
         steps = {(p["stage"], p["kind"]): p["steps"] for p in json.loads(text)["releases"]}
         expected = {("search", "weights"): may["search"], ("search", "alphas"): may["search"]}
         expected |= {("retrain", "weights"): 3 * may["retrain"]}
@@ -193,7 +187,7 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
         steps.pop(("search", "metrics"), None)
         assert steps == {place: n for place, n in expected.items() if n}
         turns = Counter(stage for (stage, _), clients in asked.items() if number in clients)
-        taken = Counter((entry.stage, entry.action) for entry in entries)
+        taken = Counter((entry.stage, entry.action) for entry in booked(sites, number))
         assert taken["search", "train.weight_gradient:weights"] == turns["search"]
         assert taken["retrain", "train.weights:weights"] == 3 * turns["retrain"]
 

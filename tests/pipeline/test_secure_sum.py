@@ -49,15 +49,11 @@ class LossyGrid(InProcessGrid):
         return reply
 
 
-def never(action, client, number):
-    return False
-
-
 @pytest.fixture
 def run(quick_run):
     """``run(*overrides)``: a whole run; what ``lost`` says is lost, replies go to ``records``."""
 
-    def ran(*overrides, lost=never, records=None, grid=LossyGrid, fails=False):
+    def ran(*overrides, lost=lambda *_: False, records=None, grid=LossyGrid, fails=False):
         return quick_run(*overrides, grid=partial(grid, lost=lost, records=records), fails=fails)
 
     return ran

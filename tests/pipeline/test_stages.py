@@ -11,10 +11,10 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import save_partition
 from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline import stages
-from fednas_flwr.runs.events import EventLog
 from fednas_flwr.settings.registry import TABLES
 
 from ..refusals import raising
+from ..report.conftest import emit
 
 
 def test_a_network_is_exported_although_its_test_fails(run_inline, monkeypatch):
@@ -39,9 +39,8 @@ def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
     first = run_inline("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
     evaluated = first.the("evaluated")
     assert 1 in [result["client"] for result in evaluated["clients"]]
-    with EventLog(first.folder / "events.jsonl") as log:
-        place = {"stage": "retrain", "round": 1, "action": "train.weights"}
-        log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
+    place = {"stage": "retrain", "round": 1, "action": "train.weights", "client": 1}
+    emit(first.folder, "client_left", **place, reason="nonsense", expelled=True)
     evaluated = run_inline(resume=first.folder).named("evaluated")[-1]
     assert 1 not in [result["client"] for result in evaluated["clients"]]
 
@@ -49,8 +48,7 @@ def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
 def test_clients_without_test_records_are_not_asked_to_test(finished_run, compose_config, tmp_path):
     config = compose_config()
     prepared, _ = stages.make_data(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
-    splits = assign_splits(prepared.train.ids, key=key, fractions=fractions)
+    splits = assign_splits(prepared.train.ids, **config.dataset.division)
     without = np.flatnonzero(splits != 2)[:30]
     others = np.setdiff1d(np.arange(len(splits)), without)
     save_partition(tmp_path / "parts.json", [without, others[::2], others[1::2]])
@@ -80,9 +78,8 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     small = ("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1")
     done = finished_run(*own, *small)
     assert "the column of clients holds N and n" in str(done.named("data")[0]["odd"])
-    prepared, settings = stages.make_data(done.config)[0], done.config.dataset
-    key = settings.split_key.encode()
-    splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
+    prepared, _ = stages.make_data(done.config)
+    splits = assign_splits(prepared.train.ids, **done.config.dataset.division)
     ages = prepared.train.features[splits == 0, 0].double().numpy()
     found = done.named("statistics")[-1]
     assert found["mean"] == pytest.approx([ages.mean()])

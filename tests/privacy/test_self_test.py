@@ -14,10 +14,9 @@ from torch import nn
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, make_device, plain_cnn, torchvision_network
-from fednas_flwr.privacy import self_test
 from fednas_flwr.privacy.mechanism import clipping, record_gradients
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
-from fednas_flwr.privacy.self_test import largest_size, rows_are_alike, unwatched
+from fednas_flwr.privacy.self_test import _same_bits, largest_size, rows_are_alike, unwatched
 from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
@@ -329,12 +328,12 @@ TYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, to
 def test_rows_of_every_type_are_compared_by_their_bits(dtype):
     row = torch.tensor([[0, 1, 1]], dtype=dtype)
     rows = row.repeat(3, 1)
-    assert self_test._same_bits(rows, row)
+    assert _same_bits(rows, row)
     rows[1, 2] = 0
-    assert not self_test._same_bits(rows, row)
+    assert not _same_bits(rows, row)
     if dtype.is_floating_point:
-        assert not self_test._same_bits(-row, row)
-        assert self_test._same_bits(row * torch.nan, row * torch.nan)
+        assert not _same_bits(-row, row)
+        assert _same_bits(row * torch.nan, row * torch.nan)
 
 
 def test_rows_that_are_not_finite_show_nothing():

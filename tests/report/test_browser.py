@@ -4,8 +4,6 @@ Needs the extra ``browser`` and a Chromium: playwright's own (``playwright insta
 the one that ``FEDNAS_BROWSER`` names.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fednas lookup`: tables in all their forms, percentiles against a slow oracle, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -11,14 +9,13 @@ from statistics import fmean
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.report.lookup import found_cell, print_lookup, read_cell, read_table
 from fednas_flwr.runs.numbers import read_run
 
 from ..refusals import refuses
-from .conftest import cell_of, emit
+from .conftest import cell_of, emit, printed
 
 COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -189,11 +186,8 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
     cells = some_cells(40)
     table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
     runs = [read_run(make_run(f"run{k}", cells[k])) for k in range(3)]
-    console = Console(width=250)
-    with console.capture() as printed:
-        print_lookup(table, runs, console)
     found = {}
-    for line in printed.get().splitlines():
+    for line in printed(print_lookup, table, runs, width=250).splitlines():
         if line.startswith("│"):
             name, *values = (cell.strip() for cell in line.strip("│").split("│"))
             found[Path(name).name] = [float(value) for value in values]

@@ -169,8 +169,8 @@ def test_events_come_back_and_reach_the_listeners(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), torch.nan])
 def test_a_number_that_is_not_finite_becomes_null(tmp_path, value):
-    with EventLog(tmp_path / "events.jsonl") as log:
-        log.emit("round", metrics={"loss": value, "list": [1.0, (value,)]}, array=np.array([value]))
+    metrics = {"loss": value, "list": [1.0, (value,)]}
+    emit(tmp_path, "round", metrics=metrics, array=np.array([value]))
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -189,8 +189,7 @@ def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path, lost):
     path.write_bytes(path.read_bytes()[:-lost])
     whole = ["first"] if lost > 1 else ["first", "torn"]  # only the line's end is lost
     assert [event["message"] for event in read_events(path)] == whole
-    with EventLog(path) as log:
-        log.emit("warning", message="after")
+    emit(tmp_path, "warning", message="after")
     assert [event["message"] for event in read_events(path)] == [*whole, "after"]
 
 

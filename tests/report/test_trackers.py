@@ -1,7 +1,5 @@
 """What MLflow and Weights & Biases are sent; with the real packages where they are installed."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Candidates: paths of a supernet, and pools."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

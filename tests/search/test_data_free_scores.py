@@ -1,7 +1,5 @@
 """Data-free scores against slow oracles on toy networks, and what every space owes to them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -10,6 +10,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
 
+from ..made_networks import Made
 from ..small_spaces import PATH_SPACE
 from .conftest import tensors_of
 
@@ -118,16 +119,11 @@ def test_without_alpha_steps_there_is_no_validation_loss(net, records):
 def test_weights_have_the_gradient_of_the_objectives_mean_over_both_heads(net, records):
     train, _, _ = records(1)
 
-    class TwoHeads(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.idle = net, torch.nn.Linear(1, 1)
+    def both_heads(network, x):
+        logits = network.body(x)
+        return logits, logits.square()
 
-        def forward(self, x):
-            logits = self.body(x)
-            return logits, logits.square()
-
-    network = TwoHeads()
+    network = Made(both_heads, body=net, idle=torch.nn.Linear(1, 1))
     gradients = ExactGradients(train, objective=Objective(FACTORS), auxiliary_weight=0.3)
     ((x, y),) = train.batches
     for _ in gradients.steps():

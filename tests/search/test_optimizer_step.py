@@ -83,7 +83,6 @@ def assert_moments(moments, kept):
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, True)])
 def test_requests_with_moments_handed_over_are_one_training(momentum, nesterov, beta):
     """Bit by bit, with new optimisers in every request and gradients that are missing."""
-    torch.manual_seed(0)
     parts = Parts()
     twin = copy.deepcopy(parts)
     gradients, again = (drawn_gradients(parts, 4 * STEPS) for _ in range(2))

@@ -93,23 +93,17 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
 
 
-def alpha_step(supernet, batch, optimizers, generator):
-    """One step of the alphas on a validation batch."""
-    gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
-    paths = proxyless.SampledPaths(False, None)
-    proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
-    assert gradients.validation_tally.num_examples == len(batch[1])
-
-
 def test_alpha_steps_move_only_sampled_probabilities(supernet):
     optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
     generator, again = (make_generator(0, "paths") for _ in range(2))
     weights = copy.deepcopy(supernet.weights())
-    alphas = supernet.alphas()["blocks"]
+    alphas, paths = supernet.alphas()["blocks"], proxyless.SampledPaths(False, None)
     for batch in batches(20):
         before = alphas.detach().clone()
         pairs = draw_paths(alphas, number=2, generator=again)
-        alpha_step(supernet, batch, optimizers, generator)
+        gradients = AlphasOnly(lambda: batches(1, start=100), lambda batch=batch: iter([batch]))
+        proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
+        assert gradients.validation_tally.num_examples == len(batch[1])
         draw_paths(alphas, number=1, generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
         assert (alphas.softmax(-1) - before.softmax(-1))[~sampled].abs().max() < 1e-15

@@ -1,7 +1,5 @@
 """REINFORCE against enumeration; samplers on known rewards, with statistics; their state."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -2,7 +2,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -29,7 +28,7 @@ def test_average_pool_counts_only_real_pixels():
 @pytest.mark.parametrize("size", [4, 7])
 def test_factorized_reduce_reads_even_and_odd_pixels(size):
     module = operations.FactorizedReduce(3, 5, norm="group", affine=False).double()
-    module.norm = nn.Identity()
+    module.norm = torch.nn.Identity()
     x = images(2, 3, size, size)
     relu = F.pad(x.relu(), (0, size % 2, 0, size % 2))
     even, odd = relu[:, :, ::2, ::2], relu[:, :, 1::2, 1::2]
@@ -38,7 +37,7 @@ def test_factorized_reduce_reads_even_and_odd_pixels(size):
 
 
 def test_networks_can_have_no_norm():
-    assert isinstance(make_norm(6, norm="none", affine=True), nn.Identity)
+    assert isinstance(make_norm(6, norm="none", affine=True), torch.nn.Identity)
 
 
 def test_groups_divide_the_channels_and_hold_at_least_two():

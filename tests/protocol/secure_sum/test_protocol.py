@@ -22,15 +22,11 @@ SITES = 5
 
 @pytest.fixture
 def sites(tmp_path):
-    return make_sites(tmp_path, SITES, least_sites=3, colluding=1)
-
-
-def make_sites(folder, number, *, least_sites, colluding):
-    keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(number)]
+    keys = [SiteKeys.at(tmp_path / f"{i}" / "keys") for i in range(SITES)]
     roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
-    terms = SumTerms(roster.fingerprint, least_sites, colluding)
-    journals = [folder / f"{i}" / "journal.sqlite" for i in range(number)]
-    return [SumSite(i, keys[i], roster, terms, journals[i]) for i in range(number)]
+    terms = SumTerms(roster.fingerprint, least_sites=3, colluding=1)
+    journals = [tmp_path / f"{i}" / "journal.sqlite" for i in range(SITES)]
+    return [SumSite(i, keys[i], roster, terms, journals[i]) for i in range(SITES)]
 
 
 def values_of(site):
