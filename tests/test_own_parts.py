@@ -147,7 +147,16 @@ def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
     refuses(message, space_of("nasbench201", ops=("wrong",)).supernet)
 
 
+def tied(shape, classes):
+    layer = nn.Linear(*shape, *shape)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(*shape, classes))
+
+
 WRONG_NETWORKS = [
+    (tied, "2.weight and 0.weight are one tensor"),
+    (lambda _, classes: nn.Linear(9, classes).requires_grad_(False), "weight is frozen, make it a"),
+    (lambda _, classes: nn.LazyLinear(classes), "weight has no shape yet, give the layer its"),
+    (lambda _, classes: nn.RNN(9, classes), "it returns a tuple, expected one tensor"),
     (lambda shape, classes: small(shape, 7), r"turns \[2, 9\] into \[2, 7\]: expected \[2, 3\], a"),
     (lambda shape, classes: nn.Linear(5, classes), "the network odd of your own fails: "),
     (lambda shape, classes: None, "the network odd of your own fails: "),
@@ -164,6 +173,7 @@ def test_names_are_checked():
     for register, name, own, words in (
         (register_op, "wide", wide, "op=wide exists"),
         (register_network, "linear", small, "network=linear exists"),
+        (register_loss, "huber", focal, "loss=huber exists"),
         (register_metric, "AUROC", lambda p, y: 0.0, "metric=AUROC exists"),
     ):
         refuses(words, register, name, own)
@@ -182,6 +192,14 @@ def test_a_loss_sees_one_record_at_a_time():
     torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
     wrong = Objective(own_loss=lambda one, label: one)
     refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
+
+
+@pytest.mark.parametrize("loss", [lambda *_: torch.zeros(1), lambda one, _: one.max().item()])
+def test_a_loss_that_is_wrong_ends_a_run_before_it_begins(loss, tmp_path):
+    register_loss("odd", loss)
+    words = "training.loss=odd of your own fails: .* use tensor operations only"
+    refuses(words, run, composed(tmp_path / "run", "training.loss=odd"))
+    assert not (tmp_path / "run").exists()
 
 
 def composed(folder, *settings):

@@ -23,7 +23,7 @@ from fednas_flwr.protocol.states import network_states
 from fednas_flwr.settings.names import SPLITS
 
 from ..refusals import refuses
-from .conftest import ASKED, RECORDS, TERMS, schedule
+from .conftest import ASKED, LIMITS, RECORDS, TERMS, schedule
 
 STD = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
 
@@ -226,6 +226,9 @@ def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
 
 
 def test_a_schedule_with_a_kind_twice_is_refused_and_nothing_is_kept(make_site):
+    allowed = [action for action in LIMITS["actions"] if action != "evaluate.model"]
+    words = "rule actions: action=evaluate.model"  # before an earlier action has cost anything
+    refuses(words, make_site, policy={"actions": allowed})
     site, first = make_site(committed=[]), schedule()[0]
     for words, noise in (
         ("holds a kind of release twice", 9),
