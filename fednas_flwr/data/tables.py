@@ -205,6 +205,13 @@ def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
     return settings.label if is_named else list(texts)[-1]
 
 
+def inputs_at(settings: CSV, inputs: records.Inputs) -> records.Inputs:
+    """Return the inputs of a model with the file's format, label and id column of one site."""
+    label = "" if settings.labels else settings.label
+    person = settings.id_column or ""
+    return replace(inputs, form=form_of(settings), label=label, id_column=person)
+
+
 def label_columns(settings: LabelTable) -> list[str]:
     """Return the names of a table's label columns: one, or one per label."""
     return settings.labels or [settings.label]

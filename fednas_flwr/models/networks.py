@@ -17,6 +17,8 @@ from fednas_flwr.base.errors import ConfigError, check_choice, unknown_choice
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.readers import site_dataset
+from fednas_flwr.data.tables import inputs_at
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
 from fednas_flwr.search.candidate import Pool
 from fednas_flwr.settings import (
@@ -27,6 +29,7 @@ from fednas_flwr.settings import (
     conf_folder,
     expanded,
 )
+from fednas_flwr.settings.data_settings import CSV
 from fednas_flwr.settings.names import BATCH, Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
 from fednas_flwr.settings.registry import OWN, TABLES
@@ -36,6 +39,7 @@ from fednas_flwr.spaces.operations import conv_norm, every_second, make_norm, tr
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 FINE_TUNED = "fine_tuned"  # name of a network that starts from public weights
+KEPT_MODELS, SITE_DATA = ("state", "models"), "dataset.yaml"  # of a folder of ``provision``
 POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # all that a network is built from, JSON values only
 
@@ -270,6 +274,9 @@ def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
 def load(run_folder: str | Path) -> Model:
     """Return the trained model of a run, on the CPU; it takes raw data.
 
+    A model that a site keeps, in ``state/models`` of the folder that ``fednas provision`` wrote,
+    reads tables as the site's ``dataset.yaml`` says.
+
     Args:
         run_folder: A run's folder, a folder made from it by ``fednas export``, or a model file.
 
@@ -280,7 +287,13 @@ def load(run_folder: str | Path) -> Model:
         ``load("runs/<run folder>").predict("patients.csv").labels``
     """
     path = Path(run_folder)
-    return read_model(path if path.name == MODEL_FILE else path / MODEL_FILE, make_network)
+    path = path if path.name == MODEL_FILE else path / MODEL_FILE
+    model, folder = read_model(path, make_network), path.absolute().parent
+    if folder.parts[-3:-1] == KEPT_MODELS and (folder.parents[2] / SITE_DATA).is_file():
+        settings = site_dataset(folder.parents[2] / SITE_DATA, cache=str(folder))
+        if isinstance(settings, CSV):
+            model.inputs = inputs_at(settings, model.inputs)
+    return model
 
 
 def load_description(run_folder: Path) -> Description:

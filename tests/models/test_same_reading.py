@@ -8,6 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
+from fednas_flwr import load
+from fednas_flwr.models.export import export_safetensors
+from fednas_flwr.models.networks import make_network
 from fednas_flwr.models.prediction import Model
 
 from ..data_sets import prepared
@@ -83,6 +86,28 @@ def test_the_signs_of_a_file_are_kept_with_the_model(model_of, tmp_path):
     for file, frame in ((path, plain), (tmp_path / "one.csv", pd.DataFrame({"pay": [1234]}))):
         shares = (model.predict(data).probabilities for data in (file, frame))
         np.testing.assert_array_equal(*shares)
+
+
+SITE = """
+{name: csv, id_column: null, label: ill, class_names: [a, b], numeric: [age, chol],
+separator: ";", decimal: comma, rename: {Alter: age}, scale: {chol: 38.67},
+missing_in: {age: ["0"]}}
+"""
+
+
+def test_a_kept_model_reads_the_tables_of_its_site(model_of, tmp_path):
+    inputs = replace(model_of("age,chol,y\n50,200,a\n70,240,b\n")[0].inputs, label="")
+    description = {"name": "linear", "input_shape": [2], "num_classes": 2}
+    (kept := tmp_path / "state" / "models" / "1f").mkdir(parents=True)
+    model = Model(make_network(description), inputs, description)
+    model.network[1].weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    export_safetensors(model, kept)
+    (tmp_path / "dataset.yaml").write_text(SITE)
+    (table := kept.parent / "p.csv").write_text("Alter;chol;ill\n50;5,0;a\n0;6,2;b\n")
+    expected = model.predict(pd.DataFrame({"age": [50, None], "chol": [5 * 38.67, 6.2 * 38.67]}))
+    found = load(kept).predict(table)
+    np.testing.assert_allclose(found.probabilities, expected.probabilities, atol=1e-6)
+    assert found.truth == ["a", "b"]
 
 
 def test_unknown_categories_are_a_warning(model_of):

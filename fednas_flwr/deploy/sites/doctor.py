@@ -216,8 +216,8 @@ def _site_records(folder: Path, settings: Settings) -> str:
     shares = allowed.fractions
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=shares, may_be_empty=True)
     if not parts.train.num_units:
-        few = f"none of the {len(rows):,} records that can be read is one to train on"
-        raise Trouble("; ".join([few, *prepared.train.notes]))
+        none = f"none of the {len(rows):,} records that can be read is one to train on"
+        raise Trouble("; ".join([none, *prepared.train.notes]))
     notes = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
