@@ -20,10 +20,10 @@ NAMES = (
     "central_accuracy central_f1 central_auroc central_average_precision central_log_loss "
     "central_r2 central_rmse central_mae accuracy_without_skip accuracy_without_cells "
     "released_auroc client_accuracy personalised_accuracy linear_accuracy linear_f1 "
-    "linear_auroc linear_r2 linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc trees_r2 trees_rmse "
-    "trees_mae federated_accuracy federated_f1 federated_auroc federated_r2 federated_rmse "
-    "federated_mae num_parameters multiply_adds latency_ms search_seconds retrain_seconds "
-    "exchanges traffic_mb epsilon clients_lost"
+    "linear_auroc linear_r2 linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc "
+    "trees_r2 trees_rmse trees_mae federated_accuracy federated_f1 federated_auroc "
+    "federated_r2 federated_rmse federated_mae num_parameters multiply_adds latency_ms "
+    "search_seconds retrain_seconds exchanges traffic_mb epsilon clients_lost"
 ).split()
 
 
