@@ -217,7 +217,8 @@ def _spelled(column: Column, form: TableForm) -> dict[str, int]:
     """Return the usual texts of a column's cells, with the position of the category of each.
 
     Usual are categories, spellings in ``map``, and texts for missing cells; for numbers also 1 and
-    1.0; for words also those in small letters, in capitals and with a capital first.
+    1.0; for words also those in small letters, in capitals and with a capital first; and all of
+    these with a blank on either side.
     """
     texts = [*column.categories, *form.map.get(column.name, {}), *MISSING_WORDS]
     texts += [*form.missing_values, *form.missing_in.get(column.name, ())]
@@ -229,7 +230,9 @@ def _spelled(column: Column, form: TableForm) -> dict[str, int]:
         known = dict.fromkeys(text for text in known if not math.isnan(number_of(text)))
     usual = [*known, ""]
     places = places_among(_read(usual, column, form), column.categories).tolist()
-    return {text: place for text, place in zip(usual, places, strict=True) if place >= 0}
+    read = {text: place for text, place in zip(usual, places, strict=True) if place >= 0}
+    blanks = ("{} ", " {}", " {} ")  # which training strips
+    return read | {b.format(text): place for b in blanks for text, place in read.items() if text}
 
 
 def _add_number(

@@ -163,6 +163,7 @@ READINGS = {
         {"missing_values": ["?", "7"], "map": {"sex": {"blank": "m"}, "age": {"7": "41"}}},
         SPELLED | {"sex": "?,NA,f,m"},
     ),
+    "blanks around": ({"map": {"sex": {"male": "m"}}}, SPELLED | {"sex": " m,m , male ,f"}),
     "a category that is none": ({"map": {"sex": {"m": ""}, "age": {"blank": "30"}}}, SPELLED),
     "notation": ({"decimal": "comma", "missing_values": ["40,5"]}, SPELLED),
 }
