@@ -159,10 +159,11 @@ def approve(
 
     rules = load_policy(policy)
     with _opened(ledger, key) as booked:
-        waiting = {}
+        waiting, answered = {}, {row.entry.run for row in booked.entries()}
         for run, text in booked.commitments().items():
             allowed = rules.data_sets.get(read_commitment(text).data_set)
-            if allowed is not None and allowed.needs_approval and not booked.is_approved(run):
+            is_done = run in answered or booked.is_approved(run)
+            if allowed is not None and allowed.needs_approval and not is_done:
                 waiting[schedule_hash(run, text)] = run, read_commitment(text), allowed
         if hash is not None and hash not in waiting:
             raise ConfigError(

@@ -793,12 +793,14 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
     assert "waits for a person's approval" in str(new.error)
 
 
-def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, monkeypatch):
+def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(
+    site, monkeypatch, prints
+):
     monkeypatch.setattr("fednas_flwr.pipeline.beginning.APPROVAL_POLL_S", 0.01)
     own = site("clients=3", "runtime.approval_s=3", approve="manual")
     nodes = {node["partition-id"]: node for node in own.nodes}
-    write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person
-    asked = []
+    folder, asked = Path(nodes[2]["policy"]).parent.parent, []
+    write_policy(folder, 0)  # this site needs no person
 
     def person(event):
         """Approve at site 0, and at no other."""
@@ -819,6 +821,8 @@ def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, 
     lines = trail_of(Path(nodes[2]["ledger"]).with_name("audit.jsonl"))
     asked = [line["action"] for line in lines if line["event"] == "asked"]
     assert asked.count("query.commit") == 1  # who has agreed is not asked again
+    write_policy(folder, 0, approve="manual")  # from now on: what has run does not wait
+    assert prints(*approval(nodes[2])) == "nothing waits for approval.\n"
 
 
 def trail_of(path):
