@@ -231,7 +231,7 @@ class _Depthwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stride: int, dilation: int, *weights: Tensor) -> Tensor:
         kernels = [w[0] if w.dim() == 5 else w for w in weights]
         size = max(w.shape[-1] for w in kernels)
-        kernel = torch.cat([_with_border(w, size) for w in kernels])
+        kernel = torch.cat([F.pad(w, ((size - w.shape[-1]) // 2,) * 4) for w in kernels])
         ctx.save_for_backward(x, kernel)
         ctx.stride, ctx.dilation = stride, dilation
         ctx.shapes = [w.shape for w in weights]
@@ -376,11 +376,6 @@ def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:
 def _side_by_side(x: Tensor) -> Tensor:
     """Return [B, C, ...] as [1, B C, ...], with plain strides even if a side is 1."""
     return x.flatten().view(1, -1, *x.shape[2:])
-
-
-def _with_border(kernel: Tensor, size: int) -> Tensor:
-    border = (size - kernel.shape[-1]) // 2
-    return F.pad(kernel, (border,) * 4) if border else kernel
 
 
 def _as_weight(per_record: Tensor, shape: torch.Size) -> Tensor:

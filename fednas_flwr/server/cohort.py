@@ -207,9 +207,10 @@ class Cohort:
             QuorumError: There are too few.
         """
         deadline = time.monotonic() + self.connect_s
-        while len(nodes := sorted(grid.get_node_ids())) < self.num_clients:
-            if time.monotonic() >= deadline:
-                break
+        while (
+            len(nodes := sorted(grid.get_node_ids())) < self.num_clients
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_S)
         if len(nodes) < self.quorum:
             raise QuorumError(

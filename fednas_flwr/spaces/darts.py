@@ -162,13 +162,10 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
         parts.append((_by_op(pooled, 2, 1), POOLS))
     else:  # every edge keeps its own running statistics
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
-        parts.append(
-            (_by_op(operations.normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS)
-        )
-    if stride == 1:
-        parts.append((_by_op(x, 1, 1), ["skip_connect"]))
-    else:
-        parts.append((_factorized_reduce(skips, active)[:, None], ["skip_connect"]))
+        pooled = operations.normalised(wide, norms[0] + norms[1])
+        parts.append((_by_op(pooled, 2, len(edges)), POOLS))
+    skipped = _by_op(x, 1, 1) if stride == 1 else _factorized_reduce(skips, active)[:, None]
+    parts.append((skipped, ["skip_connect"]))
     dilated = _separable([modules[op] for op in DILATED], 0, active, stride)
     parts.append((_by_op(dilated, 2, len(edges)), DILATED))
     separable = _separable([modules[op] for op in SEPARABLE], 0, active, stride)
