@@ -459,20 +459,18 @@ class RoundStrategy(Strategy, Generic[S]):
         self.cohort.emit("rewarded", **place, **names, rewards=rewards, noise=noise)
         return rewards, mean_metrics(replies)
 
-    def validation_metrics(
-        self, evaluate_every: int, server_round: int, num_rounds: int
-    ) -> Metrics:
+    def validation_metrics(self, every: int, server_round: int, num_rounds: int) -> Metrics:
         """Mean loss and accuracy on the clients' validation records, in rounds that are evaluated.
 
         Empty in other rounds, and with privacy unless noised metrics are planned.
 
         Args:
-            evaluate_every: Rounds between evaluations, see :func:`evaluates`.
+            every: Rounds between evaluations, see :func:`evaluates`.
             server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
         hidden = self.is_private and self.noise_multiplier("metrics") is None
-        if hidden or not evaluates(evaluate_every, server_round, num_rounds):
+        if hidden or not evaluates(every, server_round, num_rounds):
             return {}
         request = rq.Evaluate(network=self.description, split="validation")
         replies = self.ask("evaluate.model", request, states=self.states)
@@ -529,7 +527,7 @@ class RoundStrategy(Strategy, Generic[S]):
             self.cohort.connect(grid)
             if initial_arrays is not None:
                 tensors = initial_arrays.to_torch_state_dict()
-                for state, layout in self.layouts.items():
+                for state, layout in self.layouts.items():  # in place: optimisers hold the vectors
                     named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
                     self.inherit({state: st.pack(named)})
             return self._run_rounds(num_rounds, evaluate_fn)

@@ -237,9 +237,7 @@ class _Depthwise(torch.autograd.Function):
         ctx.shapes = [w.shape for w in weights]
         wide = _repeat(x, len(kernel))
         padding = dilation * (size // 2)
-        return F.conv2d(
-            wide, kernel, stride=stride, padding=padding, dilation=dilation, groups=len(kernel)
-        )
+        return F.conv2d(wide, kernel, None, stride, padding, dilation, len(kernel))
 
     @staticmethod
     @once_differentiable
@@ -272,9 +270,7 @@ class _Depthwise(torch.autograd.Function):
                 full = g.new_zeros(batch, total, height, width)
                 full[:, :, :: ctx.stride, :: ctx.stride] = g
                 g = full
-            wide = F.conv2d(
-                g, kernel.flip(-1, -2), padding=padding, dilation=ctx.dilation, groups=total
-            )
+            wide = F.conv2d(g, kernel.flip(-1, -2), None, 1, padding, ctx.dilation, total)
             times = total // channels
             x_gradient = wide if times == 1 else torch.unflatten(wide, 1, (times, channels)).sum(1)
         return x_gradient, None, None, *gradients

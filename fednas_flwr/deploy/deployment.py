@@ -77,9 +77,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         with suppress(RuntimeError):
             _flwr_json("stop", run_id, superlink)
         raise
-    file = (
-        folder / EVENTS_FILE
-    )  # written here, too, if the run folder of the SuperLink is elsewhere
+    file = folder / EVENTS_FILE  # written here, too, if the SuperLink's run folder is elsewhere
     if events and not (file.exists() and events[-1] in read_events(file)):
         with file.open("a") as stream:
             stream.writelines(json.dumps(event) + "\n" for event in events)

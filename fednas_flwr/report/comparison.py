@@ -446,9 +446,7 @@ def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:
     return shown or [name for name in ("algorithm", "dataset", "partition") if name in names]
 
 
-def _group(
-    runs: list[Run], shown: list[str], name: str, main: Metric, others: Sequence[Run]
-) -> Group:
+def _group(runs: list[Run], shown: list[str], name: str, main: Metric, others: list[Run]) -> Group:
     settings = _settings(runs[0])
     numbers = [run.numbers() for run in runs]
     values = [value for run in runs if (value := main.read(run)) is not None]

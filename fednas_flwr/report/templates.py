@@ -233,12 +233,7 @@ def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
     environment.tests["noised"] = is_noised
-    environment.globals |= {
-        "DASH": DASH,
-        "QUANTILES": QUANTILES,
-        "overall": overall,
-        "wilson": wilson,
-    }
+    environment.globals.update(DASH=DASH, QUANTILES=QUANTILES, overall=overall, wilson=wilson)
     return environment
 
 

@@ -187,10 +187,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         left, text = event["left"], event.get("text")
         ends_at = None if left is None else time.monotonic() + left
         for bar in self._bars.tasks[-1:]:
-            position: dict[str, Any] = {"position": event["position"]} if text else {}
-            self._bars.update(
-                bar.id, total=1, completed=event["share"], ends_at=ends_at, **position
-            )
+            shown: dict[str, Any] = {"position": event["position"]} if text else {}
+            self._bars.update(bar.id, total=1, completed=event["share"], ends_at=ends_at, **shown)
         if text:
             ends = f"  {duration(left)} left" if left else ""
             self._say(f"{event['stage']} {event['position']}  {text}{ends}")

@@ -137,8 +137,5 @@ def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
         yield send
 
 
-TRACKERS = {
-    "tensorboard": partial(tracking, tensorboard),
-    "mlflow": partial(tracking, mlflow),
-    "wandb": partial(tracking, wandb),
-}
+_BACKENDS: tuple[Backend, ...] = (tensorboard, mlflow, wandb)
+TRACKERS = {begin.__name__: partial(tracking, begin) for begin in _BACKENDS}

@@ -167,14 +167,14 @@ class Run:
         ends = [e for e in self.events if e["event"] in kinds]
         if not ends or ends[-1]["event"] == "run_started":
             return "unfinished"
-        if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
+        status = str(ends[-1]["status"])
+        if status == "completed" and ends[-2:][0]["event"] == "out_of_time":
             return "cut short"
-        stages, deliver = self.config.get("stages") or (), self.group("evaluation").get("deliver")
-        compares = {*STAGES_AFTER} <= {*stages} and deliver == names.BEST
-        waits = compares and not self.last("exported") and self.last("derived")
-        if ends[-1]["status"] == "completed" and waits:  # candidates must still be compared
-            return "unfinished"
-        return str(ends[-1]["status"])
+        if status == "completed" and self.group("evaluation").get("deliver") == names.BEST:
+            waits = self.last("derived") and not self.last("exported")
+            if waits and {*STAGES_AFTER} <= {*(self.config.get("stages") or ())}:
+                return "unfinished"  # candidates must still be compared
+        return status
 
     @property
     def reason(self) -> str:
@@ -330,11 +330,9 @@ class Run:
         """True if the run has reached all rounds of its private stages, with all clients."""
         rounds = {event["stage"]: event["rounds"] for event in self.of_kind("stage_started")}
         committed = {release["stage"] for release in (self.privacy or {}).get("schedule", [])}
-        ended = [
-            len(self.rounds(stage)) == rounds.get(stage)
-            for stage in committed & {"search", "retrain"}
-        ]
-        return self.status == "completed" and all(ended) and not self.departures()
+        trained = committed & {"search", "retrain"}
+        ended = all(len(self.rounds(stage)) == rounds.get(stage) for stage in trained)
+        return self.status == "completed" and ended and not self.departures()
 
     def client_results(self) -> list[Event]:
         """Return the clients' results on their test parts, those that sent a score."""

@@ -154,7 +154,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
     skips = modules["skip_connect"]
     stride = 1 if isinstance(skips[0], nn.Identity) else 2
     active = F.relu(x)
-    parts: list[tuple[Tensor, Sequence[str]]] = []
+    parts = list[operations.Part]()
     pools = [operations.max_pool(x, stride=stride), operations.average_pool(x, stride=stride)]
     norms = [[module[1] for module in modules[op]] for op in POOLS]
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
@@ -187,9 +187,8 @@ def _factorized_reduce(modules: Sequence[Any], active: Tensor) -> Tensor:
     """Return [B, modules, C, H / 2, W / 2] from the output of the ReLU."""
     height, width = active.shape[-2:]
     odd = F.pad(operations.every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
-    even = pointwise(
-        operations.every_second(active), stacked([m.conv_even.weight for m in modules])
-    )
+    even_kernels = stacked([m.conv_even.weight for m in modules])
+    even = pointwise(operations.every_second(active), even_kernels)
     halves = [torch.unflatten(even, 1, (len(modules), -1))]
     if modules[0].conv_odd.weight.numel():
         out = pointwise(odd, stacked([m.conv_odd.weight for m in modules]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from fednas_flwr.algorithms import base, fedex
 from fednas_flwr.base.randomness import make_generator
@@ -32,10 +33,8 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw a configuration for every client, train, average the weights, and move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
-        drawn = {
-            client: self.theta.draw(make_generator(self.config.seed, "theta", server_round, client))
-            for client in self.candidates()
-        }
+        make = partial(make_generator, self.config.seed, "theta", server_round)
+        drawn = {client: self.theta.draw(make(client)) for client in self.candidates()}
         trials, bound = list[Trial](), self.settings.loss_bound
 
         def observed() -> Iterator[tuple[int, Reply]]:
