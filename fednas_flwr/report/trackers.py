@@ -94,9 +94,8 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
         def writer() -> SummaryWriter:
             from torch.utils.tensorboard import SummaryWriter
 
-            return stack.enter_context(
-                SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
-            )
+            folder = str(run_folder / "tensorboard")
+            return stack.enter_context(SummaryWriter(folder, flush_secs=FLUSH_SECONDS))
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             for name, value in values.items():
