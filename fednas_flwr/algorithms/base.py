@@ -45,6 +45,7 @@ EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # a client's accuracy is
 FARTHEST = 100.0  # nats: a loss per record that only a diverged model has
 Metrics = dict[str, float]
 Replies = Iterable[tuple[int, Reply]]  # by client, or the total of all clients
+Evaluation = Callable[[int, ArrayRecord], MetricRecord | None]  # by round and named tensors
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -458,20 +459,18 @@ class RoundStrategy(Strategy, Generic[S]):
         self.cohort.emit("rewarded", **place, **names, rewards=rewards, noise=noise)
         return rewards, mean_metrics(replies)
 
-    def validation_metrics(
-        self, evaluate_every: int, server_round: int, num_rounds: int
-    ) -> Metrics:
+    def validation_metrics(self, every: int, server_round: int, num_rounds: int) -> Metrics:
         """Mean loss and accuracy on the clients' validation records, in rounds that are evaluated.
 
         Empty in other rounds, and with privacy unless noised metrics are planned.
 
         Args:
-            evaluate_every: Rounds between evaluations, see :func:`evaluates`.
+            every: Rounds between evaluations, see :func:`evaluates`.
             server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
         hidden = self.is_private and self.noise_multiplier("metrics") is None
-        if hidden or not evaluates(evaluate_every, server_round, num_rounds):
+        if hidden or not evaluates(every, server_round, num_rounds):
             return {}
         request = rq.Evaluate(network=self.description, split="validation")
         replies = self.ask("evaluate.model", request, states=self.states)
@@ -501,7 +500,7 @@ class RoundStrategy(Strategy, Generic[S]):
         timeout: float | None = None,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: Evaluation | None = None,
     ) -> Result:
         """Run all rounds that no checkpoint covers yet.
 
@@ -525,20 +524,17 @@ class RoundStrategy(Strategy, Generic[S]):
         usual = self.cohort.deadline_s  # the cohort serves other stages, too
         self.cohort.deadline_s = usual if timeout is None else timeout
         try:
-            return self._run_rounds(grid, initial_arrays, num_rounds, evaluate_fn)
+            self.cohort.connect(grid)
+            if initial_arrays is not None:
+                tensors = initial_arrays.to_torch_state_dict()
+                for state, layout in self.layouts.items():  # in place: optimisers hold the vectors
+                    named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
+                    self.inherit({state: st.pack(named)})
+            return self._run_rounds(num_rounds, evaluate_fn)
         finally:
             self.cohort.deadline_s = usual
 
-    def _run_rounds(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None,
-        num_rounds: int,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
-    ) -> Result:
-        self.cohort.connect(grid)
-        if initial_arrays is not None:
-            self._load_named(initial_arrays.to_torch_state_dict())
+    def _run_rounds(self, num_rounds: int, evaluate_fn: Evaluation | None) -> Result:
         result = Result()
         self.rounds_done = self._restore()
         first, longest_s = self.rounds_done + 1, 0.0
@@ -690,12 +686,6 @@ class RoundStrategy(Strategy, Generic[S]):
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
         return checkpoint.round
-
-    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy named tensors into the global model in place, as optimisers hold its vectors."""
-        for state, layout in self.layouts.items():
-            named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
-            self.inherit({state: st.pack(named)})
 
 
 def server_state(checkpoint: Checkpoint) -> st.Tensors:

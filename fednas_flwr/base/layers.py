@@ -231,15 +231,13 @@ class _Depthwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stride: int, dilation: int, *weights: Tensor) -> Tensor:
         kernels = [w[0] if w.dim() == 5 else w for w in weights]
         size = max(w.shape[-1] for w in kernels)
-        kernel = torch.cat([_with_border(w, size) for w in kernels])
+        kernel = torch.cat([F.pad(w, ((size - w.shape[-1]) // 2,) * 4) for w in kernels])
         ctx.save_for_backward(x, kernel)
         ctx.stride, ctx.dilation = stride, dilation
         ctx.shapes = [w.shape for w in weights]
         wide = _repeat(x, len(kernel))
         padding = dilation * (size // 2)
-        return F.conv2d(
-            wide, kernel, stride=stride, padding=padding, dilation=dilation, groups=len(kernel)
-        )
+        return F.conv2d(wide, kernel, None, stride, padding, dilation, len(kernel))
 
     @staticmethod
     @once_differentiable
@@ -272,9 +270,7 @@ class _Depthwise(torch.autograd.Function):
                 full = g.new_zeros(batch, total, height, width)
                 full[:, :, :: ctx.stride, :: ctx.stride] = g
                 g = full
-            wide = F.conv2d(
-                g, kernel.flip(-1, -2), padding=padding, dilation=ctx.dilation, groups=total
-            )
+            wide = F.conv2d(g, kernel.flip(-1, -2), None, 1, padding, ctx.dilation, total)
             times = total // channels
             x_gradient = wide if times == 1 else torch.unflatten(wide, 1, (times, channels)).sum(1)
         return x_gradient, None, None, *gradients
@@ -376,11 +372,6 @@ def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:
 def _side_by_side(x: Tensor) -> Tensor:
     """Return [B, C, ...] as [1, B C, ...], with plain strides even if a side is 1."""
     return x.flatten().view(1, -1, *x.shape[2:])
-
-
-def _with_border(kernel: Tensor, size: int) -> Tensor:
-    border = (size - kernel.shape[-1]) // 2
-    return F.pad(kernel, (border,) * 4) if border else kernel
 
 
 def _as_weight(per_record: Tensor, shape: torch.Size) -> Tensor:

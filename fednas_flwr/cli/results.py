@@ -212,11 +212,5 @@ def lookup(run_folders: tuple[Path, ...], *, table: Path, column: tuple[str, ...
     print_lookup(accuracies, [read_run(folder) for folder in folders])
 
 
-COMMANDS: dict[str, Handler] = {
-    "predict": predict,
-    "export": export,
-    "report": report,
-    "watch": watch,
-    "compare": compare,
-    "lookup": lookup,
-}
+_HANDLERS: tuple[Handler, ...] = (predict, export, report, watch, compare, lookup)
+COMMANDS = {handler.__name__: handler for handler in _HANDLERS}

@@ -20,7 +20,7 @@ import io
 import math
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -330,10 +330,9 @@ class _Exchange:
             network = client.make_network(self._request.network)
         if isinstance(network, Pool):
             self._pool = math.sqrt(len(network))
+        classes = len(client.inputs.class_names)
         for module in network.modules():
-            if isinstance(module, nn.Linear) and module.out_features == len(
-                client.inputs.class_names
-            ):
+            if isinstance(module, nn.Linear) and module.out_features == classes:
                 module.weight.data *= scale
         states = {name: tensors for name, tensors in network_states(network).items() if tensors}
         self._layouts = {name: Layout.of(tensors) for name, tensors in states.items()}
@@ -359,9 +358,8 @@ class _Exchange:
         self._sizes = {kind: sizes_of(reply.states)[kind] for kind in kinds if kind in reply.states}
         if self.is_probe:
             return {}
-        return self._values(
-            replace(reply, num_examples=1.0), dict.fromkeys(self.planned, 1.0), exact=True
-        )
+        rates = dict.fromkeys(self.planned, 1.0)
+        return self._values(replace(reply, num_examples=1.0), rates, exact=True)
 
     def _holding(self, client: Client, units: int, *, exact: bool = False) -> Client:
         """Return a client with ``units`` canaries in each split that is read."""
@@ -377,9 +375,8 @@ class _Exchange:
 
     def _header(self, run: str, client: int) -> Header:
         header = self._request.header  # the round decides which paths are drawn
-        return replace(
-            header, run=run, phase=self._count, client=client, nonce=secrets.token_hex(8)
-        )
+        nonce = secrets.token_hex(8)
+        return replace(header, run=run, phase=self._count, client=client, nonce=nonce)
 
     def _committed(self, sampled: bool) -> str:
         """Return the name of a run in which all clients have committed to the releases."""
@@ -530,31 +527,25 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
         int((one[kind] != other[kind])[part].sum()) for kind in one for part in parts[kind].values()
     ]
     tests = {kind: exchange.test(kind, parts[kind], miss=each) for kind in one}
-    amounts = _amounts(
-        exchange, list(tests.values()), [count for count in counts if count], miss=each
-    )
+    noised = [count for count in counts if count]
+    amounts = _amounts(exchange, tests.values(), noised, miss=each)
+    drawn = SAMPLES if amounts.canaries else 0
     samples = [
         [exchange.release(0) for _ in range(amounts.replies)],
         [exchange.release(amounts.units) for _ in range(amounts.planted)],
         _doubled(exchange, least=min(map(len, one.values()))),
-        [exchange.release(amounts.canaries, sampled=True) for _ in range(SAMPLES)]
-        if amounts.canaries
-        else [],
+        [exchange.release(amounts.canaries, sampled=True) for _ in range(drawn)],
     ]
     mixed = ["sites that have committed to other norms are in one sum"] * exchange.mixes_terms()
     for kind, test in tests.items():
         test.faults += mixed
-        yield test.finding(
-            amounts,
-            *(
-                torch.stack([reply[kind] for reply in of]) if of else torch.zeros(0, len(one[kind]))
-                for of in samples
-            ),
-        )
+        none = torch.zeros(0, len(one[kind]))
+        stacked = [torch.stack([reply[kind] for reply in of]) if of else none for of in samples]
+        yield test.finding(amounts, *stacked)
 
 
 def _amounts(
-    exchange: _Exchange, tests: Sequence[audit.ReleaseTest], counts: Sequence[int], *, miss: float
+    exchange: _Exchange, tests: Collection[audit.ReleaseTest], counts: Sequence[int], *, miss: float
 ) -> audit.Amounts:
     """Return numbers of replies and canaries that reveal faults, within the limits on them.
 

@@ -77,7 +77,11 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         with suppress(RuntimeError):
             _flwr_json("stop", run_id, superlink)
         raise
-    _keep_events(folder, events)
+    file = folder / EVENTS_FILE  # written here, too, if the SuperLink's run folder is elsewhere
+    if events and not (file.exists() and events[-1] in read_events(file)):
+        with file.open("a") as stream:
+            stream.writelines(json.dumps(event) + "\n" for event in events)
+        write_report(folder)
     status, details = _status(run_id, superlink)
     if status != "finished:completed":
         otherwise = f"{details} ({status})"
@@ -122,15 +126,6 @@ def _failure(events: list[Event], otherwise: str) -> Exception:
     kind, _, text = reason.partition(": ")
     known: dict[str, type[Exception]] = {"ConfigError": ConfigError, "QuorumError": QuorumError}
     return known[kind](text) if kind in known else RuntimeError(reason)
-
-
-def _keep_events(folder: Path, events: list[Event]) -> None:
-    """Write events and report here, too, if the SuperLink and its run folder are elsewhere."""
-    file = folder / EVENTS_FILE
-    if events and not (file.exists() and events[-1] in read_events(file)):
-        with file.open("a") as stream:
-            stream.writelines(json.dumps(event) + "\n" for event in events)
-        write_report(folder)
 
 
 def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:

@@ -115,8 +115,7 @@ class InProcessGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Let the first client that has yet to answer do so, and return its reply."""
         for message_id in message_ids:
-            message = self._messages.pop(message_id, None)
-            if message is not None:
+            if (message := self._messages.pop(message_id, None)) is not None:
                 started = time.monotonic()
                 reply = self.answer(message)
                 self.seconds[message_id] = time.monotonic() - started
@@ -229,10 +228,6 @@ def this_node() -> Nodes:
 @cache
 def _nodes(address: str) -> Nodes:
     """Return CPUs and GPUs of every node of the cluster at an address."""
-    silent = ConfigError(
-        f"runtime.ray_address={show(address)}: no Ray cluster answers there; start it, correct the "
-        "address, or set runtime.ray_address=null for one on this machine."
-    )
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host:
@@ -245,7 +240,10 @@ def _nodes(address: str) -> Nodes:
             check=True,
         )
     except (OSError, ValueError, OverflowError, subprocess.SubprocessError) as error:
-        raise silent from error
+        raise ConfigError(
+            f"runtime.ray_address={show(address)}: no Ray cluster answers there; start it, correct "
+            "the address, or set runtime.ray_address=null for one on this machine."
+        ) from error
     return tuple((float(cpus), float(gpus)) for cpus, gpus in json.loads(done.stdout))
 
 
@@ -439,9 +437,8 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
         settings["_system_config"] = {"max_direct_call_object_size": REPLY_BYTES}
     # null would join the cluster that RAY_ADDRESS or a file in /tmp/ray names, available or not
     ray.init(address=runtime.ray_address or "local", **settings)
-    make_actor = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)(
-        InProcessGrid
-    )
+    remote = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)
+    make_actor = remote(InProcessGrid)
     app = ray.put(client_app)
 
     def result(reference: Any) -> Any:

@@ -35,14 +35,10 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the configuration that came with ``flwr run``; the run folder is on this machine."""
-    if context.run_config[CONFIG_KEY]:
-        _run_launched(grid, context)
-    else:
+    if not context.run_config[CONFIG_KEY]:
         _run_overrides(grid, str(context.run_config[OVERRIDES_KEY]))
-
-
-def _run_launched(grid: Grid, context: Context) -> None:
-    """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
+        return
+    # sent by `fednas run runtime=deployment`, which shows the events that are printed
     config = configuration.load_config(str(context.run_config[CONFIG_KEY]))
     resumed, folder = bool(context.run_config[RESUMED_KEY]), config.folder
     if not resumed and (folder / EVENTS_FILE).exists():
@@ -97,7 +93,17 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
         config = run_folder.open_run_folder(resumed[0].removeprefix("resume="))
         run_folder.check_whole(config)
     else:
-        config = _composed(overrides, num_nodes)
+        typed = user_settings(overrides).typed
+        if "runtime" in typed:
+            raise ConfigError(
+                "runtime is chosen by Flower's federation, on which the run already is: leave it "
+                "out."
+            )
+        if "clients" not in typed:
+            overrides = [*overrides, f"clients={num_nodes}"]
+        if SITES in overrides:  # nodes that hold the data are sites of a deployment
+            overrides = [*overrides, "runtime=deployment", "runtime.superlink=flwr"]
+        config = configuration.parse_config(compose_tree(overrides), user=user_settings(overrides))
     if config.clients != num_nodes:
         raise ConfigError(
             f"clients={config.clients}, but the federation has {num_nodes} nodes: leave clients "
@@ -109,20 +115,6 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
     if resumed:
         return config, True
     return run_folder.create_run_folder(config, runs=typed_in() / run_folder.RUNS), False
-
-
-def _composed(overrides: list[str], num_nodes: int) -> Config:
-    """Return the checked configuration; nodes that hold the data are sites of a deployment."""
-    typed = user_settings(overrides).typed
-    if "runtime" in typed:
-        raise ConfigError(
-            "runtime is chosen by Flower's federation, on which the run already is: leave it out."
-        )
-    if "clients" not in typed:
-        overrides = [*overrides, f"clients={num_nodes}"]
-    if SITES in overrides:
-        overrides = [*overrides, "runtime=deployment", "runtime.superlink=flwr"]
-    return configuration.parse_config(compose_tree(overrides), user=user_settings(overrides))
 
 
 def count_nodes(grid: Grid) -> int:

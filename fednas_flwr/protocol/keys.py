@@ -178,9 +178,8 @@ def make_signing_key(path: Path) -> Path:
         FileExistsError: There is already a key, by which sites know the operator.
     """
     key = Ed25519PrivateKey.generate()
-    write_secret(
-        path, key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
-    )
+    secret = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
+    write_secret(path, secret)
     public = key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo)
     return write_atomically(path.with_suffix(".pub"), public)
 

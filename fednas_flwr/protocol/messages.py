@@ -249,10 +249,8 @@ def decode_reply(content: RecordDict) -> tuple[Header, Reply]:
     try:
         text = _read_json(content, longest=LONGEST_HEADER)
         header: Header = parse(Header, text["header"], key="header")
-        metrics = {
-            name: float(cast(float, value))
-            for name, value in content.metric_records[METRICS].items()
-        }
+        numbers = content.metric_records[METRICS]
+        metrics = {name: float(cast(float, value)) for name, value in numbers.items()}
         if len(metrics) > MOST_METRICS or any(len(name) > MOST_METRICS for name in metrics):
             raise ValueError(f"at most {MOST_METRICS} metrics, with names no longer, are taken")
         reply = Reply(

@@ -35,9 +35,8 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of ``tensors``."""
-        return cls(
-            tuple((name, tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items())
-        )
+        entries = ((name, tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items())
+        return cls(tuple(entries))
 
     @cached_property
     def digest(self) -> str:
@@ -238,9 +237,7 @@ class TrimmedMean:
         if len(states) <= max(0, 2 * trim):
             raise ValueError(f"{len(states)} states are too few to leave out {trim} at each end")
         return {
-            name: {
-                dtype: _trimmed([state[name][dtype] for state in states], trim) for dtype in packed
-            }
+            name: {dtype: _trimmed([of[name][dtype] for of in states], trim) for dtype in packed}
             for name, packed in states[0].items()
         }
 

@@ -104,12 +104,8 @@ class Summands:
         n, *pairs = self.wide.decode(vectors["int64"][:head], sites=sites).tolist()
         if not n > 0:
             raise ValueError(f"the total stands for {n} examples: expected more than 0.")
-        weights, sums = pairs[::2], pairs[1::2]
-        metrics = {
-            name: total / weight
-            for name, weight, total in zip(self.metrics, weights, sums, strict=True)
-            if weight > 0
-        }
+        totals = zip(self.metrics, pairs[::2], pairs[1::2], strict=True)
+        metrics = {name: total / weight for name, weight, total in totals if weight > 0}
         states: dict[str, Packed] = {}
         places = {"int64": head, "int32": 0}
         for state, dtype, size in self._parts():

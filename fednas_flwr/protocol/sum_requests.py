@@ -257,12 +257,8 @@ def answer_sum(sums: SumSite, asked: Settings) -> dict[str, Any]:
     if isinstance(asked, SignSurvivors):
         return {"signature": sums.sign(bytes.fromhex(asked.context), asked.survivors).hex()}
     assert isinstance(asked, OpenMasks)
-    opening = sums.open(
-        bytes.fromhex(asked.context),
-        asked.survivors,
-        by_index(asked.signatures),
-        by_index(asked.boxes),
-    )
+    signatures, boxes = by_index(asked.signatures), by_index(asked.boxes)
+    opening = sums.open(bytes.fromhex(asked.context), asked.survivors, signatures, boxes)
     return {"parts": by_text(opening.parts), "pairs": by_text(opening.pairs)}
 
 

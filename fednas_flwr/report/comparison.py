@@ -8,7 +8,7 @@ listed with the reason. Differences are between runs with the same seed, with St
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -136,8 +136,8 @@ class Group:
     folders: tuple[str, ...]
     test_seed: bool
     metrics: dict[str, Statistics]
-    score: Estimate | None = None
-    difference: Estimate | None = None
+    score: Estimate | None
+    difference: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,6 @@ def paired_difference(differences: Sequence[float]) -> tuple[float, float | None
     if number < 2:
         return fmean(differences), None
     return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
-
-
-def _score(runs: Sequence[Run], main: Metric) -> Estimate | None:
-    values = [value for run in runs if (value := main.read(run)) is not None]
-    central, _, name = main.name.partition("central_")
-    known = {} if central else runs[0].scores("central").get("intervals") or {}
-    return Estimate.by(values, known.get(name))
 
 
 def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Estimate | None:
@@ -307,11 +300,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     return Comparison(
         best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
         groups=tuple(
-            replace(
-                _group(runs, shown, name),
-                score=_score(runs, BY_NAME[metric]),
-                difference=_difference(runs, other, BY_NAME[metric]),
-            )
+            _group(runs, shown, name, BY_NAME[metric], other)
             for runs, name in zip(groups, names, strict=True)
         ),
         not_counted=tuple(not_counted),
@@ -457,9 +446,12 @@ def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:
     return shown or [name for name in ("algorithm", "dataset", "partition") if name in names]
 
 
-def _group(runs: list[Run], shown: list[str], name: str) -> Group:
+def _group(runs: list[Run], shown: list[str], name: str, main: Metric, others: list[Run]) -> Group:
     settings = _settings(runs[0])
     numbers = [run.numbers() for run in runs]
+    values = [value for run in runs if (value := main.read(run)) is not None]
+    central, _, score = main.name.partition("central_")
+    known = {} if central else runs[0].scores("central").get("intervals") or {}
     return Group(
         name=name,
         settings={name: settings.get(name, DASH) for name in shown},
@@ -467,6 +459,8 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
         folders=tuple(str(run.folder) for run in runs),
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
         metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in rn.METRICS},
+        score=Estimate.by(values, known.get(score)),
+        difference=_difference(runs, others, main),
     )
 
 

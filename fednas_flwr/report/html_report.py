@@ -49,6 +49,7 @@ def render_report(run_folder: Path) -> str:
     derived = run.last("derived")
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     figures, config = plots.all_figures(run), run.folder / CONFIG_FILE
+    settings = config.read_text(encoding="utf-8") if config.exists() else ""
     layers = derived.get("layers") or []
     used = {layer["kind"] for layer in layers if layer.get("kind")}
     pictures = [
@@ -66,7 +67,8 @@ def render_report(run_folder: Path) -> str:
         by_seconds=lambda used: sorted(used.items(), key=lambda pair: -sum(pair[1])),
         partition=run.last("partition"),
         zip=zip,
-        config_text=_without_paths(config.read_text(encoding="utf-8")) if config.exists() else "",
+        # without this machine's folders: each path keeps its last part
+        config_text=re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", settings),
         stages=[name for name in score_tables.STAGES if run.rounds(name)],
         layers=layers,
         cells=pictures,
@@ -94,8 +96,3 @@ class Picture:
         height = self.figure["layout"]["height"] + 20
         frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
         return frame.format(escape(page))
-
-
-def _without_paths(text: str) -> str:
-    """Return a configuration without this machine's folders: each path keeps its last part."""
-    return re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", text)

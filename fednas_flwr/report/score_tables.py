@@ -35,10 +35,12 @@ STAGES = {"search": "Search", "retrain": "Retraining"}
 SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # the first ones
 NUMBERS = ("genotype", "clients", "rounds", "seed")
 
+HeadAndRows = tuple[list[str], list[list[str]]]
+Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
 Cells = Sequence[tuple[str, Callable[[Any], str]]]  # head and content of each column
 
 
-def rows_of(items: Iterable[Any], columns: Cells) -> tuple[list[str], list[list[str]]]:
+def rows_of(items: Iterable[Any], columns: Cells) -> HeadAndRows:
     """Return head and rows of a table with a row for each item."""
     return [head for head, _ in columns], [[cell(item) for _, cell in columns] for item in items]
 
@@ -87,8 +89,6 @@ def column_rows(run: Run) -> list[list[str]]:
         rows.append([column["name"], column["kind"] + also, text])
     return rows
 
-
-Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
 
 PER_CLASS = {"precision": "precision", "recall": "recall"} | {
     score.name: score.label
@@ -242,7 +242,7 @@ def is_secure(client: Event) -> bool:
     return client["secure_noise"] is True
 
 
-def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
+def release_table(event: Event) -> HeadAndRows:
     """Return head and rows of the table of releases to which clients committed, by kind."""
     columns: Cells = [
         ("stage", lambda release: release["stage"]),
@@ -269,9 +269,7 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     return rows_of(releases, columns)
 
 
-def promise_table(
-    event: Event, spent: Mapping[int, float | None]
-) -> tuple[list[str], list[list[str]]]:
+def promise_table(event: Event, spent: Mapping[int, float | None]) -> HeadAndRows:
     """Return head and rows of the table of each client's privacy guarantee.
 
     Args:
@@ -315,7 +313,7 @@ def _rates_text(rates: list[float]) -> str:
     return least if least == largest else f"{least} to {largest}"
 
 
-def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
+def phase_table(phases: Sequence[Event]) -> HeadAndRows:
     """Return head and rows: for each phase, its trials and the configuration that was chosen.
 
     If rewards are noised, also the standard deviation of their noise and M, to which the change of

@@ -96,11 +96,6 @@ def _scaled(value: float, units: Sequence[str]) -> str:
     return f"{value:.0f}{unit}"
 
 
-def megabytes(value: float | None) -> str:
-    """Return megabytes of 10^6 bytes in the form of :func:`num_bytes`."""
-    return num_bytes(None if value is None else value * 1e6)
-
-
 def duration(seconds: float | None) -> str:
     """Return seconds as ``8.2 s``, ``3:05 min`` or ``2:10 h``."""
     if seconds is None:
@@ -177,7 +172,7 @@ FORMS: dict[Unit, Form] = {
     "count": Form(count, " (k)", scale=1e-3),
     "seconds": Form(duration, " (s)"),
     "milliseconds": Form(lambda value: DASH if value is None else f"{value:.3g} ms", " (ms)"),
-    "megabytes": Form(megabytes, " (MB)"),
+    "megabytes": Form(lambda value: num_bytes(None if value is None else value * 1e6), " (MB)"),
     "number": Form(count),
 }
 
@@ -238,12 +233,7 @@ def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
     environment.tests["noised"] = is_noised
-    environment.globals |= {
-        "DASH": DASH,
-        "QUANTILES": QUANTILES,
-        "overall": overall,
-        "wilson": wilson,
-    }
+    environment.globals.update(DASH=DASH, QUANTILES=QUANTILES, overall=overall, wilson=wilson)
     return environment
 
 

@@ -136,7 +136,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._finish_stage(event)
             case "privacy":
                 self._is_private = True
-                self._show_privacy(event)
+                self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
+                for line in paragraphs("coverage", event):
+                    self._say(line, style="yellow" if "leaves" in line else "")
+                if warning := sentence("test_seed", event):
+                    self._say(f"warning: {warning}", style="red")
             case "run_finished":
                 self._bars.stop()
         failure = (event.get("client"), event.get("action"), event.get("reason"))
@@ -183,10 +187,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         left, text = event["left"], event.get("text")
         ends_at = None if left is None else time.monotonic() + left
         for bar in self._bars.tasks[-1:]:
-            position: dict[str, Any] = {"position": event["position"]} if text else {}
-            self._bars.update(
-                bar.id, total=1, completed=event["share"], ends_at=ends_at, **position
-            )
+            shown: dict[str, Any] = {"position": event["position"]} if text else {}
+            self._bars.update(bar.id, total=1, completed=event["share"], ends_at=ends_at, **shown)
         if text:
             ends = f"  {duration(left)} left" if left else ""
             self._say(f"{event['stage']} {event['position']}  {text}{ends}")
@@ -199,13 +201,6 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             total, position = bar.total or 1, bar.fields["position"] or used
             whole: dict[str, Any] = {"total": total, "completed": total}
             self._bars.update(bar.id, position=position, ends_at=None, **whole)
-
-    def _show_privacy(self, event: Event) -> None:
-        self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
-        for line in paragraphs("coverage", event):
-            self._say(line, style="yellow" if "leaves" in line else "")
-        if warning := sentence("test_seed", event):
-            self._say(f"warning: {warning}", style="red")
 
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:

@@ -94,9 +94,8 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
         def writer() -> SummaryWriter:
             from torch.utils.tensorboard import SummaryWriter
 
-            return stack.enter_context(
-                SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
-            )
+            folder = str(run_folder / "tensorboard")
+            return stack.enter_context(SummaryWriter(folder, flush_secs=FLUSH_SECONDS))
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             for name, value in values.items():
@@ -137,8 +136,5 @@ def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
         yield send
 
 
-TRACKERS = {
-    "tensorboard": partial(tracking, tensorboard),
-    "mlflow": partial(tracking, mlflow),
-    "wandb": partial(tracking, wandb),
-}
+_BACKENDS: tuple[Backend, ...] = (tensorboard, mlflow, wandb)
+TRACKERS = {begin.__name__: partial(tracking, begin) for begin in _BACKENDS}

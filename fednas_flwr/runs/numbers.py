@@ -168,18 +168,14 @@ class Run:
         ends = [e for e in self.events if e["event"] in kinds]
         if not ends or ends[-1]["event"] == "run_started":
             return "unfinished"
-        if ends[-1]["status"] == "completed" and ends[-2:][0]["event"] == "out_of_time":
+        status = str(ends[-1]["status"])
+        if status == "completed" and ends[-2:][0]["event"] == "out_of_time":
             return "cut short"
-        if ends[-1]["status"] == "completed" and self._delivers_later:
-            return "unfinished"
-        return str(ends[-1]["status"])
-
-    @property
-    def _delivers_later(self) -> bool:
-        """True if candidates must still be compared before one of them is delivered."""
-        stages, deliver = self.config.get("stages") or (), self.group("evaluation").get("deliver")
-        waits = {*STAGES_AFTER} <= {*stages} and deliver == names.BEST
-        return waits and not self.last("exported") and bool(self.last("derived"))
+        if status == "completed" and self.group("evaluation").get("deliver") == names.BEST:
+            waits = self.last("derived") and not self.last("exported")
+            if waits and {*STAGES_AFTER} <= {*(self.config.get("stages") or ())}:
+                return "unfinished"  # candidates must still be compared
+        return status
 
     @property
     def reason(self) -> str:
@@ -346,11 +342,9 @@ class Run:
         """True if the run has reached all rounds of its private stages, with all clients."""
         rounds = {event["stage"]: event["rounds"] for event in self.of_kind("stage_started")}
         committed = {release["stage"] for release in (self.privacy or {}).get("schedule", [])}
-        ended = [
-            len(self.rounds(stage)) == rounds.get(stage)
-            for stage in committed & {"search", "retrain"}
-        ]
-        return self.status == "completed" and all(ended) and not self.departures()
+        trained = committed & {"search", "retrain"}
+        ended = all(len(self.rounds(stage)) == rounds.get(stage) for stage in trained)
+        return self.status == "completed" and ended and not self.departures()
 
     def client_results(self) -> list[Event]:
         """Return the clients' results on their test parts, those that sent a score."""
@@ -671,13 +665,10 @@ def read_run(run_folder: Path) -> Run:
     path = run_folder / EVENTS_FILE
     if not path.exists():
         raise ConfigError(f"{run_folder} holds no {EVENTS_FILE}: give the folder of a run.")
-    config: dict[str, Any] = {}
     file = run_folder / CONFIG_FILE
-    if file.exists():
-        loaded = read_yaml(file, str(file))
-        config = loaded if isinstance(loaded, dict) else {}
+    loaded = read_yaml(file, str(file)) if file.exists() else None
     events = ev.read_events(path)
-    run = Run(folder=run_folder, config=config, events=events)
+    run = Run(run_folder, loaded if isinstance(loaded, dict) else {}, events)
     if names := ev.names_by_client(run.last("partition")):
         return replace(run, events=[ev.with_names(event, names) for event in events])
     return run
@@ -688,12 +679,9 @@ def largest(epsilons: Iterable[float | None] | None) -> float | None:
 
     None stands for infinity, and for an accountant whose epsilons are not recorded.
     """
-    known = []
-    for epsilon in (None,) if epsilons is None else epsilons:
-        if epsilon is None:
-            return None
-        known.append(epsilon)
-    return max(known, default=0.0)
+    given = [None] if epsilons is None else list(epsilons)
+    known = [epsilon for epsilon in given if epsilon is not None]
+    return max(known, default=0.0) if len(known) == len(given) else None
 
 
 def of_splits(client: Event, accountant: str) -> float | None:

@@ -89,7 +89,12 @@ def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
         if config.run_dir is not None:
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            folder = _first_free(folder)
+            others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
+            for candidate in chain([folder], others):
+                with suppress(FileExistsError):
+                    candidate.mkdir(parents=True)
+                    break
+            folder = candidate
         config = replace(config, run_dir=str(folder))
         write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
     return config
@@ -196,13 +201,3 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
             f"{setting}={show(str(folder))} cannot be used ({error.strerror or error}): choose "
             "another folder."
         ) from error
-
-
-def _first_free(folder: Path) -> Path:
-    """Make and return ``folder``, or ``folder_2`` and so on if that exists."""
-    others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
-    for candidate in chain([folder], others):
-        with suppress(FileExistsError):
-            candidate.mkdir(parents=True)
-            break
-    return candidate

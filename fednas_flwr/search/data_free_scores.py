@@ -76,7 +76,11 @@ def measure(
     values: dict[str, float] = {}
     for names, measured in MEASURES.items():
         if set(names) & set(wanted):
-            of = _of_small_images(space) if names == ("learning",) else space
+            of = space
+            if names == ("learning",):
+                channels, *sides = space.input_shape
+                small = (channels, *(min(side, LARGEST_SIDE) for side in sides))
+                of = replace(space, input_shape=small)
             with seeded(seed, "scored network"):
                 network = deepcopy(of.network(genotype))  # with shared parts, as it is changed
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
@@ -168,10 +172,17 @@ def az_nas_parts(
         batch_size: Number of inputs.
     """
     network.train()
-    he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu", generator=generator)
-    _draw_weights(network, he_normal)
+    for module in network.modules():
+        if isinstance(module, WEIGHTED):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     x = torch.randn(batch_size, *input_shape, generator=generator).requires_grad_()
-    features = _features(network, x)
+    chain: list[nn.Module] = network.chain()  # type: ignore[operator]
+    output_of: dict[nn.Module, Tensor] = {}
+    with hooked(chain, lambda module, _, output: output_of.update({module: output})):
+        network(x)
+    features = [output_of[module] for module in chain]
     entropies = torch.stack([_entropy(feature.detach()) for feature in features])
     terms = []
     for inputs, outputs in zip(features[:-1], features[1:], strict=True):
@@ -254,22 +265,6 @@ def trusted_scores(space: str) -> tuple[str, ...]:
     return () if space in UNRANKED else AZ_NAS
 
 
-def _of_small_images(space: SearchSpace) -> SearchSpace:
-    """The space for images of at most ``LARGEST_SIDE``."""
-    shape = space.input_shape
-    sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
-    return replace(space, input_shape=(shape[0], *sides))
-
-
-def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
-    """Draw the weights of all layers anew, in place; biases are 0."""
-    for module in network.modules():
-        if isinstance(module, WEIGHTED):
-            init(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-
 def _noise(count: int, shape: Shape, generator: torch.Generator) -> Tensor:
     """Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
     white = torch.randn(count, *shape, generator=generator)
@@ -301,15 +296,6 @@ def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
         g_in = torch.unflatten(g_in, axis, (size, stride)).movedim(axis + 1, 1).flatten(1, 2)
     in_PC, out_PC = (g.movedim(1, -1).flatten(0, -2) for g in (g_in, g_out))
     return in_PC.T @ out_PC / len(out_PC)
-
-
-def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """The outputs of the modules of the chain."""
-    chain: list[nn.Module] = network.chain()  # type: ignore[operator]
-    outputs: dict[nn.Module, Tensor] = {}
-    with hooked(chain, lambda module, _, output: outputs.update({module: output})):
-        network(x)
-    return [outputs[module] for module in chain]
 
 
 class Scored(NamedTuple):

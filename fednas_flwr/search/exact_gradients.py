@@ -465,9 +465,7 @@ def computed_in(precision: str, batch: Batch) -> Iterator[None]:
 class _Float32Norms(TorchFunctionMode):
     """A mode that computes group norms in float32, as autocast does only on GPUs."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         if func is nn.functional.group_norm:
             args = (args[0].float(), *args[1:])

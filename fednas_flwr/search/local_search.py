@@ -109,8 +109,7 @@ def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, Tensor]:
     """
     num_edges = sum(len(alpha) for alpha in alphas.values())
     return {
-        kind: weight / num_edges * torch.softmax(alpha.detach(), dim=-1)
-        for kind, alpha in alphas.items()
+        kind: weight / num_edges * alpha.detach().softmax(dim=-1) for kind, alpha in alphas.items()
     }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.search.optimizer_step import Tensors
 from fednas_flwr.settings import names
 
 REACH = 6.0  # range, in deviations, of a number without a declared range
@@ -190,9 +191,7 @@ class Objective:
         scores = self.weighted_scores(logits, labels, ones)
         return {name: float(value) for name, value in scores.items() if bool(value.isfinite())}
 
-    def weighted_scores(
-        self, logits: Tensor, labels: Tensor, weights_RN: Tensor
-    ) -> dict[str, Tensor]:
+    def weighted_scores(self, logits: Tensor, labels: Tensor, weights_RN: Tensor) -> Tensors:
         """The :meth:`scores` under each of R weightings of the records, float64 [R].
 
         Scores that are not defined are NaN; a weight of 2 counts a record twice, as resampling
@@ -390,9 +389,7 @@ class Regression(Objective):
         one, above, below = torch.ones_like(errors), centred.clamp(min=0), (-centred).clamp(min=0)
         return torch.stack([one, above, below, centred**2, errors**2, errors.abs()], 1)
 
-    def weighted_scores(
-        self, logits: Tensor, labels: Tensor, weights_RN: Tensor
-    ) -> dict[str, Tensor]:
+    def weighted_scores(self, logits: Tensor, labels: Tensor, weights_RN: Tensor) -> Tensors:
         """``r2``, ``rmse`` and ``mae`` under each weighting; see :meth:`scores_of`."""
         return self.scores_of(weights_RN @ self.terms(logits, labels))
 

@@ -219,7 +219,12 @@ class Controller(Sampler):
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
         """Take one step; return the baseline and an estimate of the entropy in nats per edge."""
-        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(self._in_deviations(rewards))
+        decay = self.settings.baseline_decay
+        if self.settings.scaled:
+            newest = Moments.of(rewards)
+            self.seen = newest if self.seen is None else self.seen.moved(newest, decay=decay)
+            rewards = self.seen.standardised(rewards)
+        paths_NE, rewards_N = torch.tensor(paths), torch.tensor(rewards)
         log_probs_N = self.policy(paths_NE)
         regularised_N = rewards_N - self.entropy_weight * log_probs_N.detach()
         mean = float(regularised_N.mean())
@@ -229,19 +234,9 @@ class Controller(Sampler):
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        decay = self.settings.baseline_decay
         self.baseline = decay * self.baseline + (1 - decay) * mean
         entropy = float(-log_probs_N.detach().mean()) / paths_NE.shape[1]
         return {"controller_baseline": self.baseline, "controller_entropy": entropy}
-
-    def _in_deviations(self, rewards: Sequence[float]) -> list[float]:
-        """Rewards in the form that the policy receives; with ``scaled`` their moments move."""
-        if not self.settings.scaled:
-            return list(rewards)
-        newest = Moments.of(rewards)
-        decay = self.settings.baseline_decay
-        self.seen = newest if self.seen is None else self.seen.moved(newest, decay=decay)
-        return self.seen.standardised(rewards)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters, Adam's moments, the baseline and, with ``scaled``, the rewards' moments."""

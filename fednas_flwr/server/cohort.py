@@ -466,16 +466,13 @@ class Cohort:
         carried = messages.round_sent(exchange.states, action=exchange.action, wire=self.wire)
         records = messages.encode_states(carried)
         accept = partial(checks.accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {
-            name: checks.distance(state, {})
-            for name, state in messages.restore_sent(carried).items()
-        }
+        restored = messages.restore_sent(carried)
+        sent = {name: checks.distance(state, {}) for name, state in restored.items()}
         limits = partial(checks.honest_limits, exchange, sent=sent)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
-            if self._refused[client] >= STRIKES or (
-                client in self._left and not exchange.also_left
-            ):
+            has_left = client in self._left and not exchange.also_left
+            if has_left or self._refused[client] >= STRIKES:
                 continue
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))
@@ -533,7 +530,7 @@ class Cohort:
                     used = timed.pop(replied, time.monotonic() - started)
                     if sender is not None:
                         self.seconds[sender] += used
-                        answers[sender] = self._read(message, sender, asked[sender].accept)
+                        answers[sender] = self._read(message, sender, asked[sender])
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"
                     answers |= dict.fromkeys(pending.values(), reason)
@@ -546,14 +543,12 @@ class Cohort:
                     waited_s += self.pause(waited_s)
             yield client, answers.pop(client)
 
-    def _read(
-        self, message: Message, client: int, accept: Callable[[Message], Reply]
-    ) -> Reply | str:
+    def _read(self, message: Message, client: int, sent: Sent) -> Reply | str:
         """The reply if it is accepted, else the reason for its refusal."""
         if message.has_content():
             self.bytes_received += messages.payload_bytes(message.content)
         try:
-            return accept(message)
+            return sent.accept(message)
         except ClientLeftError as error:
             self._left[client] = terminal(str(error)[:LONGEST_REASON])
             return self._left[client]

@@ -128,13 +128,11 @@ class PendingSum:
         survivors = tuple(self.total.survivors)
         signed = {str(client): signature for client, signature in signatures.items()}
         one = OpenMasks(context=self.context, survivors=survivors, signatures=signed, boxes={})
-        return {
-            client: replace(
-                one,
-                boxes={str(i): b[str(client)] for i, b in self.boxes.items() if str(client) in b},
-            )
-            for client in survivors
-        }
+        requests = {}
+        for client in survivors:
+            boxes = {str(i): b[str(client)] for i, b in self.boxes.items() if str(client) in b}
+            requests[client] = replace(one, boxes=boxes)
+        return requests
 
     def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> messages.Reply:
         """The reply that holds the total.

@@ -154,7 +154,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
     skips = modules["skip_connect"]
     stride = 1 if isinstance(skips[0], nn.Identity) else 2
     active = F.relu(x)
-    parts: list[tuple[Tensor, Sequence[str]]] = []
+    parts = list[operations.Part]()
     pools = [operations.max_pool(x, stride=stride), operations.average_pool(x, stride=stride)]
     norms = [[module[1] for module in modules[op]] for op in POOLS]
     if isinstance(norms[0][0], nn.GroupNorm):  # the same for all edges
@@ -162,13 +162,10 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
         parts.append((_by_op(pooled, 2, 1), POOLS))
     else:  # every edge keeps its own running statistics
         wide = torch.cat([pool.repeat(1, len(edges), 1, 1) for pool in pools], 1)
-        parts.append(
-            (_by_op(operations.normalised(wide, norms[0] + norms[1]), 2, len(edges)), POOLS)
-        )
-    if stride == 1:
-        parts.append((_by_op(x, 1, 1), ["skip_connect"]))
-    else:
-        parts.append((_factorized_reduce(skips, active)[:, None], ["skip_connect"]))
+        pooled = operations.normalised(wide, norms[0] + norms[1])
+        parts.append((_by_op(pooled, 2, len(edges)), POOLS))
+    skipped = _by_op(x, 1, 1) if stride == 1 else _factorized_reduce(skips, active)[:, None]
+    parts.append((skipped, ["skip_connect"]))
     dilated = _separable([modules[op] for op in DILATED], 0, active, stride)
     parts.append((_by_op(dilated, 2, len(edges)), DILATED))
     separable = _separable([modules[op] for op in SEPARABLE], 0, active, stride)
@@ -190,9 +187,8 @@ def _factorized_reduce(modules: Sequence[Any], active: Tensor) -> Tensor:
     """Return [B, modules, C, H / 2, W / 2] from the output of the ReLU."""
     height, width = active.shape[-2:]
     odd = F.pad(operations.every_second(active[:, :, 1:, 1:]), (0, width % 2, 0, height % 2))
-    even = pointwise(
-        operations.every_second(active), stacked([m.conv_even.weight for m in modules])
-    )
+    even_kernels = stacked([m.conv_even.weight for m in modules])
+    even = pointwise(operations.every_second(active), even_kernels)
     halves = [torch.unflatten(even, 1, (len(modules), -1))]
     if modules[0].conv_odd.weight.numel():
         out = pointwise(odd, stacked([m.conv_odd.weight for m in modules]))

@@ -31,10 +31,7 @@ from fednas_flwr.spaces.space import CELL, SearchSpace
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
 EDGES = cell_graph.candidate_edges(NODES)
 CENTRE = 20.0  # value of a near-identity's centre, in standard deviations of the noise around it
-POOLS: dict[str, Callable[..., nn.Module]] = {
-    "max_pool_3x3": nn.MaxPool2d,
-    "avg_pool_3x3": nn.AvgPool2d,
-}
+POOLS: dict[str, type[nn.Module]] = {"max_pool_3x3": nn.MaxPool2d, "avg_pool_3x3": nn.AvgPool2d}
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "selu": nn.SELU,
@@ -149,12 +146,11 @@ class DPCellNetwork(operations.SkipNetwork):
         channels, height, width = space.input_shape
         widths, head, norm = space.widths, space.head, space.norm
 
+        how: Any = {"norm": norm, "affine": False, "most_groups": groups}
+
         def normed(convolution: nn.Conv2d) -> nn.Sequential:
-            outputs = convolution.out_channels
-            return nn.Sequential(
-                convolution,
-                operations.make_norm(outputs, norm=norm, affine=False, most_groups=groups),
-            )
+            after = operations.make_norm(convolution.out_channels, **how)
+            return nn.Sequential(convolution, after)
 
         self.stem = normed(nn.Conv2d(channels, widths[0], 3, padding=1, bias=False))
         channels = widths[0]

@@ -197,7 +197,7 @@ class SearchCell(nn.Module):
                 torch.cat([one, three], 1), [m[2] for op in CONVOLUTIONS for m in modules[op]]
             )
             shared = torch.stack([state, operations.average_pool(state)], dim=1)[:, :, None]
-            parts: list[tuple[Tensor, Sequence[str]]] = [
+            parts: list[operations.Part] = [
                 (shared, ("skip_connect", "avg_pool_3x3")),
                 (torch.unflatten(convolved, 1, (2, len(indices), -1)), CONVOLUTIONS),
             ]

@@ -30,6 +30,7 @@ from fednas_flwr.settings.registry import TABLES
 MAX_GROUPS = 8
 Compute = Callable[[nn.Module, Tensor], Tensor]
 OpWeights = Mapping[str, Tensor] | None  # [E, O] by kind of cell; None: one op per edge
+Part = tuple[Tensor, Sequence[str]]  # outputs of some ops, and the names of the ops
 NOTHING = ("none", "zero")  # ops without a module
 
 
@@ -357,7 +358,7 @@ def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     return out
 
 
-def own_parts(edges: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Sequence[str]]]:
+def own_parts(edges: Sequence[Any], x: Tensor) -> list[Part]:
     """Outputs, for :func:`mix`, of users' registered ops on the edges of a state."""
     user_ops = [name for name in edges[0].names if name in TABLES["op"]]
     outs = [torch.stack([edge.ops[name](x) for edge in edges], dim=1) for name in user_ops]
@@ -379,9 +380,7 @@ def average_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:
     return depthwise(x_BCHW, [ones.expand(x_BCHW.shape[1], 1, 3, 3)], stride=stride) / inside
 
 
-def mix(
-    parts: Sequence[tuple[Tensor, Sequence[str]]], weights_BEO: Tensor, *, ops: Sequence[str]
-) -> Tensor:
+def mix(parts: Sequence[Part], weights_BEO: Tensor, *, ops: Sequence[str]) -> Tensor:
     """Return the weighted sum of all ops for the edges of a state, [B, E, C, H, W].
 
     Args:

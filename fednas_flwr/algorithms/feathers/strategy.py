@@ -109,7 +109,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         The mean of the clients' decreases, weighted by validation size. The server clamps each
         client's values to the bound once more, so that no client's invalid value decides.
         """
-        layout = Layout.of({"rewards": torch.zeros(len(configurations))})
+        layouts = {"rewards": Layout.of({"rewards": torch.zeros(len(configurations))})}
         local = self._local(configurations[0])
         request = rq.Probe(
             search=local if isinstance(local, rq.LocalSearch) else None,
@@ -119,10 +119,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
         weight, num_clients = 0.0, 0
-        for _, reply in self.ask(
-            "train.probe", request, states=self.states, layouts={"rewards": layout}
-        ):
-            decreases = unpack(reply.states["rewards"], layout)["rewards"].double()
+        for _, reply in self.ask("train.probe", request, states=self.states, layouts=layouts):
+            decreases = unpack(reply.states["rewards"], layouts["rewards"])["rewards"].double()
             total += reply.num_examples * decreases.clamp(-bound, bound)
             weight += reply.num_examples
             num_clients += reply.sites

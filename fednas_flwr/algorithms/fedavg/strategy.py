@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fednas_flwr.algorithms import base, fedavg, gradient_steps
+from fednas_flwr.algorithms.base import PrivateRound
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
@@ -213,9 +214,7 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
         super().move(average)
 
     @classmethod
-    def releases(
-        cls, settings: AlgorithmSettings, private: base.PrivateRound
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of every local step's gradient."""
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
 
@@ -266,9 +265,7 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
         return base.mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
     @classmethod
-    def releases(
-        cls, settings: AlgorithmSettings, private: base.PrivateRound
-    ) -> list[PlannedRelease]:
+    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of every step's gradient.
 
         With secure sums clients share the noise of a step, as each reply is a clipped sum at

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from fednas_flwr.algorithms import base, fedex
 from fednas_flwr.base.randomness import make_generator
@@ -32,11 +33,9 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw a configuration for every client, train, average the weights, and move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
-        drawn = {
-            client: self.theta.draw(make_generator(self.config.seed, "theta", server_round, client))
-            for client in self.candidates()
-        }
-        trials: list[Trial] = []
+        make = partial(make_generator, self.config.seed, "theta", server_round)
+        drawn = {client: self.theta.draw(make(client)) for client in self.candidates()}
+        trials, bound = list[Trial](), self.settings.loss_bound
 
         def observed() -> Iterator[tuple[int, Reply]]:
             for client, reply in self.ask(
@@ -46,8 +45,10 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
                 states=self.states,
                 layouts=self.layouts,
             ):
-                if "validation_loss" in reply.metrics:
-                    trials.append(Trial(drawn[client], self._loss(reply), reply.num_examples))
+                if (loss := reply.metrics.get("validation_loss")) is not None:
+                    # clamped to the bound, so that no client's invalid value decides
+                    loss = min(max(loss, 0.0), bound) if math.isfinite(loss) else bound
+                    trials.append(Trial(drawn[client], loss, reply.num_examples))
                 yield client, reply
 
         self.states, metrics = self.average(observed())
@@ -60,8 +61,3 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
         """Request to a client that has drawn a configuration."""
         weights = configuration.sgd(self.settings.clip_norm)
         return Train(local=self.local_training(weights, configuration.dropout), validates=True)
-
-    def _loss(self, reply: Reply) -> float:
-        """A client's loss, clamped to the bound, so that no client's invalid value decides."""
-        loss, bound = reply.metrics["validation_loss"], self.settings.loss_bound
-        return min(max(loss, 0.0), bound) if math.isfinite(loss) else bound

@@ -58,8 +58,7 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
         beta: Tensor | float = 0.0
         if weight := rising(settings.beta_decay, server_round, num_rounds) * settings.local_steps:
             (beta,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
-        added = {"alphas": beta}
-        step = partial(self.take_step, clip_norm=sgd.clip_norm, added=added)
+        step = partial(self.take_step, clip_norm=sgd.clip_norm, added={"alphas": beta})
         waits = server_round <= settings.warm_up_rounds
         if settings.fused and not waits:
             metrics = mean_metrics(step("train.gradients", request, ("weights", "alphas")))

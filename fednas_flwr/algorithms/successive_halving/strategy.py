@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fednas_flwr.algorithms import base, successive_halving
@@ -129,11 +130,8 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         """The releases of every step, and of rewards in a round that ends a rung."""
         planned = private.gradients({"weights": "train.weights"})
         keep = settings.pool.size(private.config.search_space.name)
-        before, after = (
-            num_left(number, private.num_rounds, keep=keep, eta=settings.eta)
-            for number in (private.number - 1, private.number)
-        )
-        if after < before:
+        left = partial(num_left, num_rounds=private.num_rounds, keep=keep, eta=settings.eta)
+        if left(private.number) < left(private.number - 1):
             planned += [private.rewards("evaluate.candidates")]
         return planned
 

@@ -130,11 +130,8 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
             generator=make_generator(self.config.seed, "zero_cost", server_round),
             known=self.pool(),
         )
-        self.values = {
-            "found": [
-                one._asdict() | {"genotype": json.loads(to_json(one.genotype))} for one in pool
-            ]
-        }
+        found = [one._asdict() | {"genotype": json.loads(to_json(one.genotype))} for one in pool]
+        self.values = {"found": found}
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:

@@ -150,10 +150,8 @@ class SumSite:
                 raise ConfigError(
                     "refused: a list of survivors was signed for this request; a site signs one."
                 )
-            books.execute(
-                "UPDATE answers SET survivors = ? WHERE context = ?",
-                (json.dumps(listed), context.hex()),
-            )
+            values = (json.dumps(listed), context.hex())
+            books.execute("UPDATE answers SET survivors = ? WHERE context = ?", values)
         return self._keys.sign(survivors_message(context, listed))
 
     def open(
