@@ -174,12 +174,14 @@ class Cohort:
                     f"{index}: give each its own partition-id"
                 )
         fit = {index: described[of[0]] for index, of in sorted(owners.items()) if len(of) == 1}
+        of_nodes, of_clients = "; ".join(reasons), dict[int, str]()
 
         def leave_out(unfit: Mapping[int, str]) -> None:
             self.names = {i: fit[i].properties.get("tag", "") for i in unfit}
             for index, reason in unfit.items():
                 del fit[index]
-                reasons.append(f"{self.named(index)}: {terminal(reason[:LONGEST_REASON])}")
+                of_clients[index] = f"{self.named(index)}: {terminal(reason[:LONGEST_REASON])}"
+                reasons.append(of_clients[index])
 
         leave_out(checks.misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
@@ -188,7 +190,7 @@ class Cohort:
             declared[index] = {"": reply.num_examples, **{f"{s} ": n for s, n in splits.items()}}
         leave_out(checks.outliers(declared, fewest=self.fewest_records, most=self.most_records))
         for client in sorted(set(range(self.num_clients)) - set(fit)):
-            self._report_failure(client, CONNECT, "; ".join(reasons))
+            self._report_failure(client, CONNECT, of_clients.get(client, of_nodes))
         if len(fit) < self.quorum:
             raise QuorumError(
                 f"{'; '.join(reasons)} (query.describe: {len(fit)} of {self.num_clients} "

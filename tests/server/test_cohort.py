@@ -284,8 +284,9 @@ def test_a_client_of_another_federation_is_left_out(index, federation):
 def test_a_site_with_other_columns_is_named_with_the_lines_that_join_it(federation):
     age, chol, other = (asdict(Column(name)) for name in ("age", "chol", "cholesterol"))
     columns = {"schema": [age, chol], "tag": "va"}
-    said = {0: columns, 1: columns, 2: {"schema": [age, other], "tag": "hungarian"}}
-    mixed = federation(3, properties=said, needed=("client", "schema"), alike=("schema",))
+    said = {0: columns, 1: columns, 2: {"schema": [age, other], "tag": "hungarian"}, 3: {}}
+    mixed = federation(4, properties=said, needed=("client", "schema"), alike=("schema",))
+    assert mixed.events[1]["reason"].endswith(": does not say its schema")
     assert mixed.events[0]["reason"] == (
         "client 2 (hungarian): its columns are not those of the others: it lacks chol; it has "
         "cholesterol besides; lines of its dataset.yaml that would join it, to be checked: rename: "
