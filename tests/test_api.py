@@ -1,8 +1,9 @@
 """From Python: a run with one's own strategy, algorithm, search space and data set."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -405,10 +406,68 @@ def test_importing_composing_and_mistakes_need_no_torch():
         _ = fednas_flwr.walk
 
 
+SCRIPT = """
+from __future__ import annotations  # the workers must know what the texts of types mean
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fednas_flwr import (
+    Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
+)
+from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
+from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+
+
+@dataclass(frozen=True)
+class OwnSettings(AlgorithmSettings):
+    rule: str
+    local_epochs: int
+    batch_size: int
+    proximal: float
+    weights: SGD
+    alphas: Adam
+    beta_decay: float
+
+
+@dataclass(frozen=True)
+class OwnSizes(SearchSpaceSettings):
+    channels: int
+    depth: int | None
+
+
+class OwnSpace(NASBench201Space):
+    name: ClassVar[str] = "own_space"
+
+
+def make_space(*, depth, **settings):
+    return OwnSpace(num_cells=1, **settings)
+
+
+if __name__ == "__main__":
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 60)
+    images = (rng.integers(0, 120, (60, 1, 8, 8)) + 100 * labels[:, None, None, None])
+    register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
+    sizes = {"channels": 4, "norm": "batch", "depth": None}
+    register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
+    like_darts = {"defaults": ["fed_darts"]}
+    register_algorithm("own", Algorithm(OwnSettings, FedDARTS), defaults=like_darts)
+    own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
+    result = run(compose(*own, *sys.argv[1:]))
+    print(result.genotype.space)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_rays_workers_know_what_is_registered(tiny, tmp_path):
-    shutil.copy(ROOT / "tests" / "own_script.py", tmp_path / "own.py")
+    (tmp_path / "own.py").write_text(SCRIPT)
     kept = others(tiny[:-1], "dataset=", "dataset.root", "search_space.", "retrain.channels")
     kept += ["retrain.channels=null", "retrain.num_cells=null"]
     for runtime in ("inline", "ray"):
