@@ -202,12 +202,12 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if X.ndim == 2:
             table = pd.DataFrame(X).add_prefix("")
             label = label or _free("label", [*table, site])
-            table[label] = y
             chosen |= {"dataset.label": label, "dataset.task": self.task}
             if groups is not None:
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
+            table[label] = y  # the last column, which the name "last" stands for
             classes = [*map(str, np.unique(y))] if self.task == "classification" else []
             if len({*map(merging_key(classes), classes)}) < len(classes):
                 alike = "some are read as one: give them other names"

@@ -172,11 +172,13 @@ def test_what_fails_on_the_way_out_of_ctrl_c_is_ctrl_c(tiny_overrides, monkeypat
         try:
             raise KeyboardInterrupt
         finally:
-            raise OSError("closed")
+            error = OSError("closed")
+            error.add_note("to go on: ...")
+            raise error
 
     monkeypatch.setattr(api, "run", stopped)
     assert cli.main(["run", *tiny_overrides]) == cli.STOPPED
-    assert capsys.readouterr().err.endswith("fednas: stopped.\n")
+    assert capsys.readouterr().err.endswith("to go on: ...\nfednas: stopped.\n")
 
 
 def test_command_exits_with_2_and_no_trace():

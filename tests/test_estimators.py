@@ -304,6 +304,17 @@ def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
     refuses(message, FedClassifier(**keys).fit, patients(), error=ValueError, label=label)
 
 
+def test_a_label_column_beside_sites_may_be_called_last(tmp_path, monkeypatch):
+    def checked(config, quiet):
+        check(config)  # which divides the records
+        raise InterruptedError
+
+    monkeypatch.setattr(estimators, "run", checked)
+    table = patients()[["died", "age", "hospital"]].rename(columns={"died": "last"})
+    model = FedClassifier(clients="hospital", settings=[f"dataset.cache={tmp_path}"])
+    refuses("", model.fit, table, label="last", error=InterruptedError)
+
+
 @pytest.mark.parametrize("preset", estimators.PRESETS)
 @pytest.mark.parametrize("epsilon", [False, True])
 def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_path, monkeypatch):

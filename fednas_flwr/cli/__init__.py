@@ -118,7 +118,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         return handler(**values) or 0
     except Exception as error:
         if _is_stopped(error):
-            raise KeyboardInterrupt from error
+            stopped = KeyboardInterrupt()
+            stopped.__notes__ = [*getattr(error, "__notes__", ())]
+            raise stopped from error
         return fail(error, debug=debug)
 
 

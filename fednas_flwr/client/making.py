@@ -26,7 +26,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.policy import AUTOMATIC, Policy, SumTerms, load_policy, parse_policy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.search.objective import Objective, Regression, check_own_loss
+from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, data_settings, dump_config, expanded, names, registry
 from fednas_flwr.settings.incompatible import has_real_sites
 
@@ -170,9 +170,7 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
             raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")
     if loss is not None and loss not in names.NUMBER_LOSSES:
         check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *registry.TABLES["loss"]])
-    if own_loss := registry.TABLES["loss"].get(str(loss)):
-        labels = torch.zeros(2, *records.labels.shape[1:], dtype=records.labels.dtype)
-        check_own_loss(str(loss), own_loss, torch.zeros(2, prepared.num_classes), labels)
+    own_loss = registry.TABLES["loss"].get(str(loss))
     if is_number:
         by_name = names.SQUARED if loss is None or own_loss else loss
         return Regression(own_loss=own_loss, target=prepared.target, loss=by_name)

@@ -245,7 +245,7 @@ def labels_texts(
     if whole:
         table_files.check_columns(texts, [*form.rename], where=str(path))
     texts, doubtful = table_files.without_missing(texts, form)
-    if target in ("", "last") and target not in texts:
+    if target in ("", "last"):
         target = [*(texts if form.strict else with_names_first(texts, path)[0])][-1]
     numbers = [target] if target in texts else []
     dates = () if numbers and not form.strict else None

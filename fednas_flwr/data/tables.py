@@ -200,9 +200,8 @@ def without_row_numbers(
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
-    """Return the name of a table's label column, which may be ``last``; unused with ``labels``."""
-    is_named = settings.names_label or settings.labels or settings.label in texts
-    return settings.label if is_named else list(texts)[-1]
+    """Return the name of a table's label column; not for tables with one column per label."""
+    return settings.label if settings.names_label or settings.labels else list(texts)[-1]
 
 
 def inputs_at(settings: CSV, inputs: records.Inputs) -> records.Inputs:

@@ -225,7 +225,8 @@ def _spelled(column: Column, form: TableForm) -> dict[str, int]:
     numbers = [x for x in map(number_of, texts) if not math.isnan(x)]
     forms = [repr(x) for x in numbers] + [str(int(x)) for x in numbers if x.is_integer()]
     cased = [f(text) for text in texts for f in (str.lower, str.title, str.upper)]
-    known = dict.fromkeys(text for text in (*texts, *forms, *cased) if text != BLANK)
+    every = (*texts, *forms, *cased)  # training strips the cells before it looks at them
+    known = dict.fromkeys(text for text in every if text != BLANK and text == text.strip())
     if column.name in form.scale:
         known = dict.fromkeys(text for text in known if not math.isnan(number_of(text)))
     usual = [*known, ""]

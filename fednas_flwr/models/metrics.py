@@ -236,11 +236,15 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        loss = float(objective.tested_losses(logits, y_test).mean())
-        found: dict[str, Any] = objective.reported({ACCURACY: accuracy, "loss": loss})
+        found: dict[str, Any] = objective.reported({ACCURACY: accuracy})
         found |= objective.scores(logits, y_test)
         measure = partial(weighted_scores, logits, y_test, objective=objective)
         found |= intervals(measure, len(y_test), seed=seed)
+        if (loss := float(objective.tested_losses(logits, y_test).mean())) < -UNSEEN / 1e9:
+            found["loss"] = loss
+        else:  # of a class that no training record has
+            for kind in ("intervals", "resamples"):
+                found[kind].pop(LOG_LOSS, None)
         if ACCURACY in found and not objective.multi_label:
             found["intervals"][ACCURACY] = list(wilson(accuracy, len(y_test)))
         results[name] = found

@@ -289,8 +289,9 @@ def load(run_folder: str | Path) -> Model:
     path = Path(run_folder)
     path = path if path.name == MODEL_FILE else path / MODEL_FILE
     model, folder = read_model(path, make_network), path.absolute().parent
-    if folder.parts[-3:-1] == KEPT_MODELS and (folder.parents[2] / SITE_DATA).is_file():
-        settings = site_dataset(folder.parents[2] / SITE_DATA, cache=str(folder))
+    if folder.parts[-3:-1] == KEPT_MODELS and model.inputs.is_table:
+        file = folder.parents[2] / SITE_DATA
+        settings = site_dataset(file, cache=str(folder)) if file.is_file() else None
         if isinstance(settings, CSV):
             model.inputs = inputs_at(settings, model.inputs)
     return model

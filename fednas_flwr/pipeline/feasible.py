@@ -36,6 +36,7 @@ from fednas_flwr.privacy.policy import DataSetPolicy, check_action, check_planne
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.run_folder import check_room, check_writable
+from fednas_flwr.search.objective import check_own_loss
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses, searches
 from fednas_flwr.settings.names import CLIENT, SPLITS
@@ -181,7 +182,7 @@ def check_buildable(config: Config) -> Made:
     Raises:
         ConfigError: Device, data or networks cannot be made, or do not fit one another.
     """
-    nets.make_device(config.runtime.device)
+    device = nets.make_device(config.runtime.device)
     _check_threads(config)
     (prepared, parts), genotype = make_data(config), nets.given_genotype(config)
 
@@ -196,7 +197,11 @@ def check_buildable(config: Config) -> Made:
             "would see each client's own; declare them as {column: [mean, std], ...}, or "
             "dataset.ranges={column: [low, high], ...}."
         )
-    make_objective(config, prepared, torch.device("cpu"))
+    if own_loss := make_objective(config, prepared, device).own_loss:
+        shape, dtype = prepared.train.labels.shape[1:], prepared.train.labels.dtype
+        labels = torch.zeros(2, *shape, dtype=dtype, device=device)
+        logits = torch.zeros(2, prepared.num_classes, device=device)
+        check_own_loss(str(config.training.loss), own_loss, logits, labels)
     _check_images(config.dataset, prepared)
     if config.dp:
         check_public(config, prepared)

@@ -189,7 +189,7 @@ def client_table(run: Run) -> Table | None:
     if not (shown := _measured(clients)):
         return None
     if many := len(clients) > MOST_SHOWN:
-        names = [*(kind.name for kind in shown), "num_examples"]
+        names = [*(kind.key or kind.name for kind in shown), "num_examples"]
         values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
         spread = {name: quantiles(known) for name, known in values.items()}
         clients = [

@@ -281,9 +281,8 @@ class Run:
         promised = self.last("privacy")
         at_end = {c["client"]: c.get("epsilon", {}) for c in self._spending()}
         clients = [
-            c | {"epsilon": {name: of | later.get(name, {}) for name, of in c["epsilon"].items()}}
+            c | {"epsilon": _larger(c["epsilon"], at_end.get(c["client"], {}))}
             for c in promised.get("clients", ())
-            for later in [at_end.get(c["client"], {})]
         ]
         return promised | {"clients": clients} if promised else None
 
@@ -682,6 +681,15 @@ def largest(epsilons: Iterable[float | None] | None) -> float | None:
     given = [None] if epsilons is None else list(epsilons)
     known = [epsilon for epsilon in given if epsilon is not None]
     return max(known, default=0.0) if len(known) == len(given) else None
+
+
+def _larger(promised: Mapping[str, Any], at_end: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the larger one of two epsilons by accountant and split; a site's ledger only grows."""
+    return {
+        name: {s: largest([e, at_end.get(name, {}).get(s, 0.0)]) for s, e in of.items()}
+        for name, of in promised.items()
+        if of is not None
+    }
 
 
 def of_splits(client: Event, accountant: str) -> float | None:

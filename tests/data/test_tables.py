@@ -48,12 +48,6 @@ def test_columns_are_chosen(table_csv):
     assert (table.labels.tolist(), table.class_names) == ([0, 1, 0], ("yes", "no", "unknown"))
 
 
-@pytest.mark.parametrize(("name", "label"), [("site", "ill"), ("last", "last")])
-def test_the_label_is_the_last_column_or_that_of_the_name(table_csv, name, label):
-    table_csv.write_text(table_csv.read_text().replace("site", name))
-    assert read("csv", table_csv, label="last")[0].label == label
-
-
 @pytest.mark.parametrize("kind", ["numeric", "categorical"])
 def test_a_column_whose_categories_are_given_is_a_feature(kind, table_csv):
     listed = {"numeric": ("age",), "categorical": ("smokes",)}[kind]

@@ -140,6 +140,7 @@ def test_the_linear_baseline_is_scikit_learns_and_scores_unseen_classes_as_ties(
     assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
     assert scores["accuracy"] == model.score(x_test, y_test)
     assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
+    assert not {"loss", "log_loss"} & {*scores, *scores["intervals"], *scores["resamples"]}
 
 
 def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one():
@@ -161,6 +162,7 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
     found = metrics.pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
+    assert found["trees"]["loss"] < 0.6 < found["linear"]["loss"]
     low, high = found["trees"]["intervals"]["auroc"]
     assert low < found["trees"]["auroc"] < high
     assert found["trees"]["intervals"]["accuracy"] == [*wilson(found["trees"]["accuracy"], 200)]

@@ -97,7 +97,7 @@ def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config
 def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     accuracies = [index / 200 for index in range(201)]
     clients = [
-        {"client": index, "accuracy": value, "f1": 1 - value, "num_examples": 10 + index}
+        {"client": index, "accuracy": value, "loss": value, "num_examples": 10 + index}
         for index, value in enumerate(accuracies)
     ]
     scores = {"accuracy": 0.7}

@@ -98,9 +98,12 @@ def test_the_newest_schedule_counts_and_what_was_spent_since(make_run):
     assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
     assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}
     accepted = read_run(folder).privacy
-    at_end = {"prv": {"train": 7.5}}  # with what other runs have released meanwhile
+    at_end = {"prv": {"train": 7.5, "validation": 0.1}}  # others have released meanwhile
     emit(folder, "privacy_spent", clients=[{"client": 1, "spent": 2.9, "epsilon": at_end}])
-    assert read_run(folder).numbers()["epsilon"] == 7.5
+    ended = read_run(folder)
+    assert ended.numbers()["epsilon"] == 7.5
+    before = accepted["clients"][1]["epsilon"]["prv"]
+    assert ended.privacy["clients"][1]["epsilon"]["prv"] == before | {"train": 7.5}
     emit(folder, "privacy", schedule=accepted["schedule"], clients=accepted["clients"][:1])
     resumed = read_run(folder)
     assert resumed.numbers()["epsilon"] == 3.1001
