@@ -294,9 +294,10 @@ class LabelTable(Dataset):
             column decides: numbers with decimals, or with many different values, are predicted as
             numbers. At private sites null is classification. Ordered classes and survival times
             are not supported.
-        target_range: Public [low, high] of a number to predict. Targets and predictions are clipped
-            to it and standardised by it. Needed with privacy, and where the statistics or ranges of
-            the features are declared; null lets the clients find mean and deviation together.
+        target_range: Public [low, high] of a number to predict. Targets in training, and
+            predictions, are clipped to it and standardised by it. Needed with privacy, and where
+            the statistics or ranges of the features are declared; null lets the clients find mean
+            and deviation together.
         class_names: The label's values in class order; empty takes those found, sorted.
         label: Name of the column with the class; ``last`` is the last column.
         labels: Columns of 0 and 1 (or no and yes, false and true), one per label, if a record can
