@@ -77,7 +77,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         time_limit: str | None = None,
         preset: str = "default",
         settings: Sequence[str] = (),
-        random_state: int | np.random.RandomState | None = None,
+        random_state: int | np.random.RandomState | np.random.Generator | None = None,
         verbose: bool = False,
     ) -> None:
         """Store the settings.
@@ -189,6 +189,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         seed = 1 if self.random_state is None else self.random_state
         if isinstance(seed, np.random.RandomState):
             seed = seed.randint(2**31)
+        if isinstance(seed, np.random.Generator):
+            seed = int(seed.integers(2**31))
         chosen: dict[str, Any] = {
             "seed": seed,
             "privacy": None if self.epsilon is None else "dp",
