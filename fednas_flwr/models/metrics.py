@@ -240,9 +240,10 @@ def pooled_baselines(
         found |= objective.scores(logits, y_test)
         measure = partial(weighted_scores, logits, y_test, objective=objective)
         found |= intervals(measure, len(y_test), seed=seed)
-        if (loss := float(objective.tested_losses(logits, y_test).mean())) < -UNSEEN / 1e9:
+        loss = float(objective.tested_losses(logits, y_test).mean())
+        if ACCURACY in found and loss < -UNSEEN / 1e9:
             found["loss"] = loss
-        else:  # of a class that no training record has
+        else:  # of a class that no training record has, or of numbers
             for kind in ("intervals", "resamples"):
                 found[kind].pop(LOG_LOSS, None)
         if ACCURACY in found and not objective.multi_label:
