@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, covered_steps
-from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
+from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, Accountant, epsilon_per_split
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_shared_noise
 from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
@@ -81,6 +82,15 @@ def schedule_hash(run: str, text: str) -> str:
 
 def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
+
+
+@lru_cache(maxsize=64)  # clients of equal plans and ledgers have equal epsilons
+def _by_split(
+    entries: tuple[tuple[Release | None, tuple[str, ...]], ...], delta: float, of: Accountant
+) -> dict[str, float | None]:
+    """Return the epsilon of each split by one accountant; None is infinite."""
+    by_split = epsilon_per_split(entries, delta, of)
+    return {split: _finite(epsilon) for split, epsilon in by_split.items()}
 
 
 @contextmanager
@@ -234,11 +244,8 @@ class ReleaseGuard:
         ]
         if commitment is not None:
             releases += [self._reading(p, commitment.by_split) for p in commitment.releases]
-        epsilons = {}
-        for name, accountant in ACCOUNTANTS.items():
-            by_split = epsilon_per_split(releases, self.allowed.delta, accountant)
-            epsilons[name] = {split: _finite(epsilon) for split, epsilon in by_split.items()}
-        return epsilons
+        delta = self.allowed.delta
+        return {n: _by_split(tuple(releases), delta, of) for n, of in ACCOUNTANTS.items()}
 
     def covered_steps(self, plan: Sequence[PlannedRelease]) -> dict[str, int]:
         """Return the number of steps of each stage of a plan that the remaining budget covers.

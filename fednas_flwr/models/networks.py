@@ -18,6 +18,7 @@ from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.readers import site_dataset
+from fednas_flwr.data.table_files import SITES_FILE
 from fednas_flwr.data.tables import inputs_at
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
 from fednas_flwr.search.candidate import Pool
@@ -39,7 +40,7 @@ from fednas_flwr.spaces.operations import conv_norm, every_second, make_norm, tr
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 FINE_TUNED = "fine_tuned"  # name of a network that starts from public weights
-KEPT_MODELS, SITE_DATA = ("state", "models"), "dataset.yaml"  # of a folder of ``provision``
+KEPT_MODELS = "state", "models"  # of the folder of ``provision``, where a site keeps models
 POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # all that a network is built from, JSON values only
 
@@ -290,7 +291,7 @@ def load(run_folder: str | Path) -> Model:
     path = path if path.name == MODEL_FILE else path / MODEL_FILE
     model, folder = read_model(path, make_network), path.absolute().parent
     if folder.parts[-3:-1] == KEPT_MODELS and model.inputs.is_table:
-        file = folder.parents[2] / SITE_DATA
+        file = folder.parents[2] / SITES_FILE
         settings = site_dataset(file, cache=str(folder)) if file.is_file() else None
         if isinstance(settings, CSV):
             model.inputs = inputs_at(settings, model.inputs)

@@ -287,7 +287,7 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
                 ]
                 fitting = [total for total in totals if total is not None]
                 if missing := len(totals) - len(fitting):
-                    message = f"validation scores of {missing} clients are left out: malformed"
+                    message = f"malformed validation scores are left out (clients: {missing})"
                     run.log.emit("warning", message=message)
                 if fitting:
                     total = torch.stack(fitting).sum(0)
@@ -525,9 +525,9 @@ def _report_spending(run: Run) -> None:
         for client, reply in run.cohort.ask(
             Exchange("query.describe", stage="evaluate", settings=request, also_left=True)
         ):
-            if {"spent", "epsilon"} <= set(reply.properties):
-                told = {name: reply.properties[name] for name in ("spent", "epsilon")}
-                spent.append({"client": client, **told})
+            if "spent" in reply.properties:
+                known = {"spent", "epsilon"} & set(reply.properties)
+                spent.append({"client": client, **{n: reply.properties[n] for n in sorted(known)}})
     run.log.emit("privacy_spent", clients=spent)
 
 

@@ -372,6 +372,18 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lie, run_inl
     assert "runtime.largest_share" in warning
 
 
+def test_validation_sums_of_more_records_than_a_client_has_do_not_choose(lie, run_inline):
+    def more(reply):
+        sums = [1000 * value for value in reply.properties.get("sums", ())]
+        return replace(reply, properties=reply.properties | ({"sums": sums} if sums else {}))
+
+    lie("evaluate.model", more)
+    run = run_inline(*EXACT, "stages=[retrain,evaluate]", "retrain.evaluate_every=1")
+    (warning,) = (event["message"] for event in run.named("warning"))
+    assert warning == "malformed validation scores are left out (clients: 1)"
+    assert 0 <= run.the("evaluated")["validation"][0] <= 1
+
+
 @pytest.mark.parametrize("kind", ["mean", "std"])
 def test_moments_that_are_far_change_few_features(kind, honest, table, run_inline, site_files, lie):
     """They are named, and make nobody's features equal; more: tests/data/test_statistics.py"""
