@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.algorithms.base import PrivateRound
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
+from fednas_flwr.algorithms.successive_halving import strategy
 from fednas_flwr.algorithms.successive_halving.strategy import SuccessiveHalving, num_left
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
@@ -226,6 +227,13 @@ def test_rewards_of_local_training_are_those_of_a_plain_loop(searched_locally):
     found = reply.states["rewards"]["float32"].tolist()
     assert found == pytest.approx(expected, rel=1e-4)
     assert len(set(found)) == 4
+
+
+def test_local_training_ends_where_its_steps_are_enough(compose_config, federate, monkeypatch):
+    monkeypatch.setattr(strategy, "ENOUGH_STEPS", 1)
+    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+    asked = [settings for action, settings, *_ in searched.asked if action == "evaluate.candidates"]
+    assert [settings.training.amount.epochs for settings in asked] == [1, 1]
 
 
 def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from fednas_flwr.algorithms import base, successive_halving
@@ -12,12 +13,14 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import candidate_settings, describe_pool, seeded_network
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.requests import LocalTraining, RewardCandidates, Train
+from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Train
 from fednas_flwr.protocol.states import Packed, pack, unpack
 from fednas_flwr.search.candidate import name_before
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
+
+ENOUGH_STEPS = 150  # of training that show how fast a network learns
 
 
 class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingSettings]):
@@ -36,8 +39,9 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
 
     With ``rewarded="local"`` no network is averaged. Each round is one exchange: all clients train
     all networks that are left, from their initial weights, and return how fast each of them trains,
-    see ``client.handlers.trained_rewards``. For deep networks, averages of a few local epochs are
-    poor models and rank the networks by chance. This mode does not run with privacy.
+    see ``client.handlers.trained_rewards``. Large clients train for fewer epochs, see
+    :func:`shortened`. For deep networks, averages of a few local epochs are poor models and rank
+    the networks by chance. This mode does not run with privacy.
 
     With privacy each step is one release of all networks' gradients, see ``NoisedGradients``, and
     each measurement is one release of all accuracies.
@@ -57,7 +61,9 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
-            measured = RewardCandidates(training=local)
+            splits = [known["train"] for known in self.cohort.declared.values() if known]
+            amount = shortened(amount, median(splits))
+            measured = RewardCandidates(training=replace(local, amount=amount))
         else:
             local = replace(local, weights=settings.weights.at_round(server_round, num_rounds))
             metrics |= self.train("train.weights", Train(local=local))
@@ -141,6 +147,21 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         generator = make_generator(config.seed, "successive_halving")
         assert isinstance(config.algorithm, successive_halving.SuccessiveHalvingSettings)
         ScoredDraws(config, prepared, space, config.algorithm.pool).check(generator)
+
+
+def shortened(amount: Amount, records: float) -> Amount:
+    """An amount of local training with fewer epochs if they would have more than 150 steps.
+
+    Args:
+        amount: Amount of local training, in epochs.
+        records: Number of records that the median client trains on.
+
+    Example:
+        >>> [shortened(Amount(3, None, 32), records).epochs for records in (1400, 2000, 8000)]
+        [3, 2, 1]
+    """
+    enough = max(1, ENOUGH_STEPS // replace(amount, epochs=1).most_steps(records))
+    return replace(amount, epochs=min(amount.epochs or 1, enough))
 
 
 def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
