@@ -61,8 +61,8 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
-            splits = [known["train"] for known in self.cohort.declared.values() if known]
-            amount = shortened(amount, median(splits))
+            records = [splits.get("train", 0) for splits in self.cohort.declared.values()]
+            amount = shortened(amount, median(records))
             measured = RewardCandidates(training=replace(local, amount=amount))
         else:
             local = replace(local, weights=settings.weights.at_round(server_round, num_rounds))
