@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from fednas_flwr.pipeline.beginning import Run
+from fednas_flwr.pipeline.later_settings import with_precision
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, Packed, load_states, network_states
 from fednas_flwr.runs.numbers import read_run
@@ -25,16 +26,35 @@ SMALLEST_VARIANCE = 1e-12  # of the gain per record
 Result = Mapping[str, Any]  # result of one site
 
 
-def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTraining:
-    """The training of a copy: that of retraining's last round with more epochs and another rate.
+def last_round(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
+    """The local training of retraining's last round, for the network of a description."""
+    config = with_precision(run, run.config, description)
+    retrain = config.retrain
+    return rq.LocalTraining(
+        description,
+        "train+validation",
+        rq.Amount(retrain.local_epochs, None, retrain.batch_size),
+        retrain.weights.at_round(retrain.planned, retrain.planned),
+        retrain.auxiliary_weight,
+        retrain.drop_path_prob,
+        augmented=retrain.unaugmented == 0,
+        precision=config.training.precision,
+    )
 
-    Args:
-        local: Local training of the last round.
-        lr: Learning rate of retraining's first round.
-        split: Records to train on.
+
+def fine_tuning(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
+    """The training of a copy, on the same records as retraining.
+
+    It is that of retraining's last round with more epochs and a share of the first round's rate.
     """
-    weights = replace(local.weights, lr=RATE * lr, min_lr=RATE * lr)
-    return replace(local, split=split, weights=weights, amount=replace(local.amount, epochs=EPOCHS))
+    retrain, local = run.config.retrain, last_round(run, description)
+    rate = RATE * retrain.weights.lr
+    return replace(
+        local,
+        split="train" if retrain.evaluate_every else "train+validation",
+        weights=replace(local.weights, lr=rate, min_lr=rate),
+        amount=replace(local.amount, epochs=EPOCHS),
+    )
 
 
 def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flwr
 import torch
@@ -25,56 +25,29 @@ from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_objective
-from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
-from fednas_flwr.data.prepared import make_data, sites_of
-from fednas_flwr.models import metrics, networks
-from fednas_flwr.models.explanation import importance, mistakes
+from fednas_flwr.models import networks
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.pipeline import later_settings as later
 from fednas_flwr.pipeline import personal_copies
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
-from fednas_flwr.pipeline.feasible import pools_records
+from fednas_flwr.pipeline.evaluation import Trained, evaluate
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.pooled_statistics import noised_sum
-from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
-from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.protocol.states import Packed
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_beside
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
-from fednas_flwr.search.objective import Objective
-from fednas_flwr.server.cohort import TOTAL, QuorumError
+from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites, searches
-from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, layers_of
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
-from fednas_flwr.spaces.operations import SkipNetwork
-
-RARE = 0.3  # below this share of records, accuracy says little about the rarer of two classes
-
-
-class Trained(NamedTuple):
-    """A retrained network.
-
-    Attributes:
-        description: Description from which it is built.
-        network: Its module.
-        states: Its packed states, in the form in which clients receive them.
-    """
-
-    description: dict[str, Any]
-    network: nn.Module
-    states: dict[str, Packed]
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -122,7 +95,7 @@ def _run_from_search(run: Run) -> None:
     if "export" in config.stages:
         with run.stage("export"):
             _export(run, trained)
-    threshold = _evaluate(run, trained) if "evaluate" in config.stages else None
+    threshold = evaluate(run, trained) if "evaluate" in config.stages else None
     if "export" in config.stages:
         if threshold is not None:
             _export(run, trained, threshold)
@@ -242,223 +215,13 @@ def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[in
         export_safetensors(_model(run, trained, threshold), folder)
 
     with run.stage("personalise"):
-        local = _copys_training(run, trained.description)
+        local = personal_copies.fine_tuning(run, trained.description)
         folders = personal_copies.keep(
             run, trained.network, trained.states, local, among=sites, save=save
         )
         if folders:
             run.log.emit("personalised", clients=[*folders])
     return folders
-
-
-def _evaluate(run: Run, trained: Trained) -> float | None:
-    """Measure the network on the server's test set and on every client's own test records.
-
-    Returns the threshold that was used; None if the most probable class is predicted.
-    """
-    config, prepared, (description, network, states) = run.config, run.prepared, trained
-    device = networks.make_device(config.runtime.device)
-    with run.stage("evaluate"):
-        shows_clients = not (config.secure_sum or config.dp)
-        central, validation = None, None
-        released = _released_scores(run, trained)
-        objective = make_objective(config, prepared, torch.device("cpu"))
-        metric = _metric(run, released)
-        holds_out = config.retrain.evaluate_every > 0
-        positive = objective.positive_class(prepared.num_classes)
-        thresholded = metric not in DECIDED and positive is not None and not objective.multi_label
-        threshold = released.threshold if released and thresholded else None
-        choice = chosen(run.folder)
-        if shows_clients and (thresholded or holds_out):
-            replies = _validated(run, trained, summed=metric if holds_out else None)
-            counted = [reply for reply in replies if "histogram" in reply.properties]
-            if choice:  # chosen on records that were not trained on
-                threshold = choice.run.last("evaluated").get("threshold")
-            elif thresholded and counted:
-                threshold = metrics.best_threshold(
-                    [reply.properties["histogram"] for reply in counted],
-                    [reply.num_examples for reply in counted],  # instead of the client's own count
-                )
-            if holds_out and replies:
-                classes = len(objective.scored_classes(prepared.num_classes))
-                totals = [
-                    metrics.summed(r.properties.get("sums", ()), metric, classes, r.num_examples)
-                    for r in replies
-                ]
-                fitting = [total for total in totals if total is not None]
-                if missing := len(totals) - len(fitting):
-                    message = f"malformed validation scores are left out (clients: {missing})"
-                    run.log.emit("warning", message=message)
-                if fitting:
-                    total = torch.stack(fitting).sum(0)
-                    validation = metrics.score_of_sums(total, metric).tolist()
-        objective = replace(objective, threshold=threshold)
-        if prepared.server_test is not None:
-            test = server_split(prepared.server_test, prepared.mean, prepared.std)
-            logits, labels = metrics.predicted(network.to(device), test, device)
-            central = metrics.detailed(logits, labels, objective=objective, seed=config.seed)
-            has_accuracy = not objective.predicts_numbers
-            if isinstance(network, SkipNetwork) and has_accuracy and threshold is None:
-                central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
-            network.cpu()
-            if (schema := prepared.server_test.schema) and not is_beside(run.folder):
-                central["importance"] = importance(
-                    network.eval(),
-                    test,
-                    schema,
-                    objective=objective,
-                    metric=metric,
-                    sites=sites_of(prepared.server_test, config.partition),
-                    seed=config.seed,
-                )
-            elif test.features.dtype == torch.uint8 and has_accuracy and not objective.multi_label:
-                central["mistakes"] = mistakes(prepared.server_test, logits, labels)
-        plain = replace(objective, threshold=None)  # the threshold is the network's alone
-        baselines = _baselines(run, plain) if pools_records(config) else {}
-        data_set = data_set_of(config)
-        results: dict[str, Any] = {"clients": [], "personalised": []}
-        if config.dataset.fractions["test"] > 0:
-            tested = metrics_release("evaluate", "test").key
-            noises = [p.noise_multiplier for p in run.schedule if p.key == tested]
-            if data_set is None or noises not in ([], [None]):
-                request = rq.Evaluate(
-                    network=description,
-                    split="test",
-                    data_set=data_set,
-                    with_scores=shows_clients,
-                    threshold=threshold,
-                )
-                answers = _ask_tests(run, "evaluate.model", request, states)
-                if config.secure_sum:
-                    results["total"] = answers[0] if answers else None
-                else:
-                    results["clients"] = answers
-            if config.evaluation.personalised:
-                local = _last_round(later.with_precision(run, config, description), description)
-                last = rq.Personalise(local=local, threshold=threshold)
-                results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
-            if config.evaluation.personalised and (holds_out or choice):
-                local = _copys_training(run, description)
-                last = rq.Personalise(local=local, threshold=threshold, compares=holds_out)
-                copies = _ask_tests(run, "evaluate.personalised", last, states)
-                known = choice.run.last("evaluated").get("copies", ()) if choice else ()
-                results["copies"] = personal_copies.compared(copies, known)
-        simpler = {name: baselines.get(name) for name in ("linear", "trees")}
-        scored: dict[str, Any] = {"metric": metric, "validation": validation}
-        scored |= {"threshold": threshold, "positive": positive}
-        if released:
-            scored["released"] = asdict(released)
-        run.log.emit("evaluated", central=central, **scored, **simpler, **results)
-    return threshold
-
-
-def _metric(run: Run, released: NoisedScores | None) -> str:
-    """The score by which networks are compared: as set, or chosen by the clients' classes."""
-    settings = run.config.evaluation
-    if settings.metric is not None:
-        return settings.metric
-    if run.prepared.train.is_regression:
-        return R2
-    counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
-    of_classes = [sum(column) for column in zip(*counts, strict=False)]
-    if released:
-        of_classes = [1 - released.prevalence, released.prevalence]
-    two = len(of_classes) == 2 and not run.prepared.train.multi_label
-    rare = two and min(of_classes) < RARE * sum(of_classes)
-    return AUROC if settings.positive is not None or rare else ACCURACY
-
-
-def _validated(run: Run, trained: Trained, *, summed: str | None) -> list[Reply]:
-    """The replies of clients that measure the network on validation records; empty if too few."""
-    cohort, (description, _, states) = run.cohort, trained
-    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
-    request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
-    exchange = Exchange(
-        "evaluate.model", stage="evaluate", settings=request, states=states, among=having
-    )
-    with suppress(QuorumError):
-        return [reply for _, reply in cohort.ask(exchange)]
-    return []
-
-
-def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
-    """Scores from private clients' noised counts; None if none are planned or too few answer.
-
-    Counts are summed over the clients that answer.
-    """
-    planned = next((release for release in run.schedule if release.kind == "scores"), None)
-    if planned is None:
-        return None
-    exchange = Exchange(
-        planned.action,
-        stage=planned.stage,
-        settings=rq.CountScores(network=trained.description, data_set=data_set_of(run.config)),
-        states=trained.states,
-        layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
-        releases=run.schedule,
-        among=_testers(run),
-    )
-    with suppress(QuorumError):
-        counts, _, noise = noised_sum(run.cohort, exchange)
-        return scores_of_counts(counts, noise=noise)
-    return None
-
-
-def _testers(run: Run) -> list[int]:
-    """Return the clients that test the network: as many as a round asks."""
-    clients, asked = run.cohort.clients, run.cohort.participants("evaluate", 1)
-    return clients if asked is None else sorted(set(clients) & set(asked.clients))
-
-
-def _ask_tests(
-    run: Run, action: str, settings: rq.Settings, states: dict[str, Packed]
-) -> list[dict[str, Any]]:
-    """Collect the results of all clients that have test records; warn if they are few."""
-    results: list[dict[str, Any]] = []
-    cohort, objective = run.cohort, make_objective(run.config, run.prepared, torch.device("cpu"))
-    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["test"]]
-    if not having:
-        return results
-    if len(having) < len(cohort.clients):
-        cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
-    exchange = Exchange(
-        action, stage="evaluate", settings=settings, states=states, releases=run.schedule
-    )
-    try:
-        for client, reply in cohort.ask(exchange):
-            whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
-            fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
-            fields |= reply.properties.get("scores", {})
-            if gain := reply.properties.get("gain"):
-                most = cohort.properties[client]["splits"]["validation"]
-                fields |= {"gain": gain} if gain[2] <= most else {}
-            results.append(objective.reported(reply.metrics) | fields)
-    except QuorumError as error:  # a failed test must not lose the trained network
-        run.log.emit("warning", message=f"few clients could test the network: {error}")
-    return results
-
-
-def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining:
-    """Return the local training of the last round of retraining."""
-    retrain = config.retrain
-    return rq.LocalTraining(
-        description,
-        "train+validation",
-        rq.Amount(retrain.local_epochs, None, retrain.batch_size),
-        retrain.weights.at_round(retrain.planned, retrain.planned),
-        retrain.auxiliary_weight,
-        retrain.drop_path_prob,
-        augmented=retrain.unaugmented == 0,
-        precision=config.training.precision,
-    )
-
-
-def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
-    """Return the fine-tuning of a site's copy, on the same records as retraining."""
-    retrain = run.config.retrain
-    split = "train" if retrain.evaluate_every else "train+validation"
-    local = _last_round(later.with_precision(run, run.config, description), description)
-    return personal_copies.fine_tuning(local, retrain.weights.lr, split=split)
 
 
 def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
@@ -529,21 +292,6 @@ def _report_spending(run: Run) -> None:
                 known = {"spent", "epsilon"} & set(reply.properties)
                 spent.append({"client": client, **{n: reply.properties[n] for n in sorted(known)}})
     run.log.emit("privacy_spent", clients=spent)
-
-
-def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
-    """Return the test scores of models fitted to the pooled records that the network trains on."""
-    prepared = run.prepared
-    if prepared.server_test is None:
-        return {}
-    division, held_out = run.config.dataset.division, run.config.retrain.evaluate_every > 0
-    clients = (make_client_data(prepared, part, **division) for part in make_data(run.config)[1])
-    train = [
-        client.train if held_out else concat_splits(client.train, client.validation)
-        for client in clients
-    ]
-    test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return metrics.pooled_baselines(train, test, prepared.num_classes, objective, run.config.seed)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import Statistics, are_within, bounded_powers, refined
 from fednas_flwr.models.noised_scores import BINS, LARGEST
-from fednas_flwr.pipeline import stages
+from fednas_flwr.pipeline import evaluation
 from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics_release
 from fednas_flwr.protocol import requests as rq
@@ -485,7 +485,7 @@ def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(coun
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
 def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
-    noises = noting(monkeypatch, stages, "scores_of_counts", lambda *_, noise: noise)
+    noises = noting(monkeypatch, evaluation, "scores_of_counts", lambda *_, noise: noise)
     config = compose(*scored, *summed, f"run_dir={tmp_path / 'run'}")
     folder = run(config).folder
     finished = read_run(folder)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr import load
 from fednas_flwr.data.loaders import assign_splits
-from fednas_flwr.pipeline import stages
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.pipeline.personal_copies import compared, shrunken
 from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import sentence
@@ -94,7 +94,7 @@ def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(quick_run):
     keeping = [one["client"] for one in copies if one["keeps"]]
     assert keeping == done.the("personalised")["clients"] != []
     assert all((one["gain"] > 0) == one["keeps"] for one in copies)
-    prepared, parts = stages.make_data(done.config)
+    prepared, parts = make_data(done.config)
     splits = assign_splits(prepared.train.ids, **done.config.dataset.division)
     for client in keeping:
         rows = parts[client][splits[parts[client]] == 2]

@@ -8,9 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.data.prepared import save_partition
+from fednas_flwr.data.prepared import make_data, save_partition
 from fednas_flwr.data.records import assign_splits
-from fednas_flwr.pipeline import stages
 from fednas_flwr.settings.registry import TABLES
 
 from ..refusals import raising
@@ -47,7 +46,7 @@ def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
 
 def test_clients_without_test_records_are_not_asked_to_test(finished_run, compose_config, tmp_path):
     config = compose_config()
-    prepared, _ = stages.make_data(config)
+    prepared, _ = make_data(config)
     splits = assign_splits(prepared.train.ids, **config.dataset.division)
     without = np.flatnonzero(splits != 2)[:30]
     others = np.setdiff1d(np.arange(len(splits)), without)
@@ -78,7 +77,7 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     small = ("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1")
     done = finished_run(*own, *small)
     assert "the column of clients holds N and n" in str(done.named("data")[0]["odd"])
-    prepared, _ = stages.make_data(done.config)
+    prepared, _ = make_data(done.config)
     splits = assign_splits(prepared.train.ids, **done.config.dataset.division)
     ages = prepared.train.features[splits == 0, 0].double().numpy()
     found = done.named("statistics")[-1]

@@ -1,0 +1,312 @@
+"""The evaluation of a trained network, on the server's test set and on clients' records.
+
+Validation records choose the threshold of the labels and the network that a run delivers; test
+records choose nothing. Main function: :func:`evaluate`.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fednas_flwr.algorithms.base import data_set_of
+from fednas_flwr.client.making import make_objective
+from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
+from fednas_flwr.data.prepared import make_data, sites_of
+from fednas_flwr.models import metrics
+from fednas_flwr.models.explanation import importance, mistakes
+from fednas_flwr.models.networks import make_device
+from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
+from fednas_flwr.pipeline import personal_copies
+from fednas_flwr.pipeline.beginning import Run
+from fednas_flwr.pipeline.feasible import pools_records
+from fednas_flwr.pipeline.pooled_statistics import noised_sum
+from fednas_flwr.privacy.plan import metrics_release
+from fednas_flwr.protocol import requests as rq
+from fednas_flwr.protocol.messages import Reply
+from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.runs.leaderboard import chosen
+from fednas_flwr.runs.numbers import is_beside
+from fednas_flwr.search.objective import Objective
+from fednas_flwr.server.cohort import TOTAL, QuorumError
+from fednas_flwr.server.exchange import Exchange
+from fednas_flwr.settings import Config
+from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
+from fednas_flwr.spaces.operations import SkipNetwork
+
+RARE = 0.3  # below this share of records, accuracy says little about the rarer of two classes
+
+
+class Trained(NamedTuple):
+    """A retrained network.
+
+    Attributes:
+        description: Description from which it is built.
+        network: Its module.
+        states: Its packed states, in the form in which clients receive them.
+    """
+
+    description: dict[str, Any]
+    network: nn.Module
+    states: dict[str, Packed]
+
+
+def evaluate(run: Run, trained: Trained) -> float | None:
+    """Measure the network on the server's test set and on every client's own test records.
+
+    Returns the threshold that was used; None if the most probable class is predicted.
+    """
+    config, prepared = run.config, run.prepared
+    with run.stage("evaluate"):
+        released = _released_scores(run, trained)
+        metric = _metric(run, released)
+        objective = make_objective(config, prepared, torch.device("cpu"))
+        threshold, validation = _validated(run, trained, objective, metric, released)
+        central = _on_server(run, trained.network, replace(objective, threshold=threshold), metric)
+        pooled = _pooled_models(run, objective) if pools_records(config) else {}
+        of_clients = _on_clients(run, trained, threshold)
+        run.log.emit(
+            "evaluated",
+            central=central,
+            metric=metric,
+            validation=validation,
+            threshold=threshold,
+            positive=objective.positive_class(prepared.num_classes),
+            **({"released": asdict(released)} if released else {}),
+            linear=pooled.get("linear"),
+            trees=pooled.get("trees"),
+            **of_clients,
+        )
+    return threshold
+
+
+def _metric(run: Run, released: NoisedScores | None) -> str:
+    """The score by which networks are compared: as set, or chosen by the clients' classes."""
+    settings = run.config.evaluation
+    if settings.metric is not None:
+        return settings.metric
+    if run.prepared.train.is_regression:
+        return R2
+    counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
+    of_classes = [sum(column) for column in zip(*counts, strict=False)]
+    if released:
+        of_classes = [1 - released.prevalence, released.prevalence]
+    two = len(of_classes) == 2 and not run.prepared.train.multi_label
+    rare = two and min(of_classes) < RARE * sum(of_classes)
+    return AUROC if settings.positive is not None or rare else ACCURACY
+
+
+def _validated(
+    run: Run, trained: Trained, objective: Objective, metric: str, released: NoisedScores | None
+) -> tuple[float | None, list[float] | None]:
+    """The threshold of the labels, and the score on validation records with its resamples.
+
+    The threshold is None if the most probable class is predicted. The score is None if validation
+    records were trained on or are private.
+
+    Args:
+        run: The run.
+        trained: The network.
+        objective: Objective without a threshold.
+        metric: The score.
+        released: Scores from noised counts, if there are any.
+    """
+    num_classes, holds_out = run.prepared.num_classes, run.config.retrain.evaluate_every > 0
+    positive = objective.positive_class(num_classes)
+    thresholded = metric not in DECIDED and positive is not None and not objective.multi_label
+    threshold = released.threshold if released and thresholded else None
+    if not _shows_clients(run.config) or not (thresholded or holds_out):
+        return threshold, None
+    replies = _validation_replies(run, trained, summed=metric if holds_out else None)
+    counted = [reply for reply in replies if "histogram" in reply.properties]
+    if choice := chosen(run.folder):  # chosen on records that were not trained on
+        threshold = choice.run.last("evaluated").get("threshold")
+    elif thresholded and counted:
+        threshold = metrics.best_threshold(
+            [reply.properties["histogram"] for reply in counted],
+            [reply.num_examples for reply in counted],  # instead of the client's own count
+        )
+    if not (holds_out and replies):
+        return threshold, None
+    return threshold, _summed(run, replies, metric, len(objective.scored_classes(num_classes)))
+
+
+def _summed(
+    run: Run, replies: Sequence[Reply], metric: str, num_classes: int
+) -> list[float] | None:
+    """A score from the sums that clients return, and on resamples; None if all are malformed."""
+    totals = [
+        metrics.summed(r.properties.get("sums", ()), metric, num_classes, r.num_examples)
+        for r in replies
+    ]
+    fitting = [total for total in totals if total is not None]
+    if missing := len(totals) - len(fitting):
+        message = f"malformed validation scores are left out (clients: {missing})"
+        run.log.emit("warning", message=message)
+    if not fitting:
+        return None
+    scores: list[float] = metrics.score_of_sums(torch.stack(fitting).sum(0), metric).tolist()
+    return scores
+
+
+def _on_server(
+    run: Run, network: nn.Module, objective: Objective, metric: str
+) -> dict[str, Any] | None:
+    """Scores on the server's test set, with what explains them; None without a test set."""
+    config, prepared = run.config, run.prepared
+    if (records := prepared.server_test) is None:
+        return None
+    device = make_device(config.runtime.device)
+    test = server_split(records, prepared.mean, prepared.std)
+    logits, labels = metrics.predicted(network.to(device), test, device)
+    central = metrics.detailed(logits, labels, objective=objective, seed=config.seed)
+    has_accuracy = not objective.predicts_numbers
+    if isinstance(network, SkipNetwork) and has_accuracy and objective.threshold is None:
+        central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
+    network.cpu()
+    if (schema := records.schema) and not is_beside(run.folder):
+        central["importance"] = importance(
+            network.eval(),
+            test,
+            schema,
+            objective=objective,
+            metric=metric,
+            sites=sites_of(records, config.partition),
+            seed=config.seed,
+        )
+    elif test.features.dtype == torch.uint8 and has_accuracy and not objective.multi_label:
+        central["mistakes"] = mistakes(records, logits, labels)
+    return central
+
+
+def _on_clients(run: Run, trained: Trained, threshold: float | None) -> dict[str, Any]:
+    """Scores on clients' own test records, for the network and, if asked for, local copies.
+
+    The keys are ``clients``, or ``total`` with secure sums; ``personalised``, for copies that have
+    trained like the last round; and ``copies``, for the fine-tuned ones that sites may keep.
+    """
+    config, description = run.config, trained.description
+    results: dict[str, Any] = {"clients": [], "personalised": []}
+    if config.dataset.fractions["test"] == 0:
+        return results
+    data_set, tested = data_set_of(config), metrics_release("evaluate", "test").key
+    noises = [planned.noise_multiplier for planned in run.schedule if planned.key == tested]
+    if data_set is None or noises not in ([], [None]):
+        request = rq.Evaluate(
+            network=description,
+            split="test",
+            data_set=data_set,
+            with_scores=_shows_clients(config),
+            threshold=threshold,
+        )
+        answers = _ask_tests(run, "evaluate.model", request, trained.states)
+        if config.secure_sum:
+            results["total"] = answers[0] if answers else None
+        else:
+            results["clients"] = answers
+    if not config.evaluation.personalised:
+        return results
+    personalised = partial(_ask_tests, run, "evaluate.personalised", states=trained.states)
+    local = personal_copies.last_round(run, description)
+    results["personalised"] = personalised(rq.Personalise(local=local, threshold=threshold))
+    choice, holds_out = chosen(run.folder), config.retrain.evaluate_every > 0
+    if holds_out or choice:
+        local = personal_copies.fine_tuning(run, description)
+        last = rq.Personalise(local=local, threshold=threshold, compares=holds_out)
+        known = choice.run.last("evaluated").get("copies", ()) if choice else ()
+        results["copies"] = personal_copies.compared(personalised(last), known)
+    return results
+
+
+def _validation_replies(run: Run, trained: Trained, *, summed: str | None) -> list[Reply]:
+    """The replies of clients that measure the network on validation records; empty if too few."""
+    cohort, (description, _, states) = run.cohort, trained
+    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
+    request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
+    exchange = Exchange(
+        "evaluate.model", stage="evaluate", settings=request, states=states, among=having
+    )
+    with suppress(QuorumError):
+        return [reply for _, reply in cohort.ask(exchange)]
+    return []
+
+
+def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
+    """Scores from private clients' noised counts; None if none are planned or too few answer.
+
+    Counts are summed over the clients that answer.
+    """
+    planned = next((release for release in run.schedule if release.kind == "scores"), None)
+    if planned is None:
+        return None
+    exchange = Exchange(
+        planned.action,
+        stage=planned.stage,
+        settings=rq.CountScores(network=trained.description, data_set=data_set_of(run.config)),
+        states=trained.states,
+        layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
+        releases=run.schedule,
+        among=_testers(run),
+    )
+    with suppress(QuorumError):
+        counts, _, noise = noised_sum(run.cohort, exchange)
+        return scores_of_counts(counts, noise=noise)
+    return None
+
+
+def _testers(run: Run) -> list[int]:
+    """Return the clients that test the network: as many as a round asks."""
+    clients, asked = run.cohort.clients, run.cohort.participants("evaluate", 1)
+    return clients if asked is None else sorted(set(clients) & set(asked.clients))
+
+
+def _ask_tests(
+    run: Run, action: str, settings: rq.Settings, states: dict[str, Packed]
+) -> list[dict[str, Any]]:
+    """Collect the results of all clients that have test records; warn if they are few."""
+    results: list[dict[str, Any]] = []
+    cohort, objective = run.cohort, make_objective(run.config, run.prepared, torch.device("cpu"))
+    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["test"]]
+    if not having:
+        return results
+    if len(having) < len(cohort.clients):
+        cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
+    exchange = Exchange(
+        action, stage="evaluate", settings=settings, states=states, releases=run.schedule
+    )
+    try:
+        for client, reply in cohort.ask(exchange):
+            whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
+            fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
+            fields |= reply.properties.get("scores", {})
+            if gain := reply.properties.get("gain"):
+                most = cohort.properties[client]["splits"]["validation"]
+                fields |= {"gain": gain} if gain[2] <= most else {}
+            results.append(objective.reported(reply.metrics) | fields)
+    except QuorumError as error:  # a failed test must not lose the trained network
+        run.log.emit("warning", message=f"few clients could test the network: {error}")
+    return results
+
+
+def _shows_clients(config: Config) -> bool:
+    """Whether the server sees what single clients' records show."""
+    return not (config.secure_sum or config.dp)
+
+
+def _pooled_models(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
+    """Return the test scores of models fitted to the pooled records that the network trains on."""
+    prepared = run.prepared
+    if prepared.server_test is None:
+        return {}
+    division, held_out = run.config.dataset.division, run.config.retrain.evaluate_every > 0
+    clients = (make_client_data(prepared, part, **division) for part in make_data(run.config)[1])
+    train = [
+        client.train if held_out else concat_splits(client.train, client.validation)
+        for client in clients
+    ]
+    test = server_split(prepared.server_test, prepared.mean, prepared.std)
+    return metrics.pooled_baselines(train, test, prepared.num_classes, objective, run.config.seed)
