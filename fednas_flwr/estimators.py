@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -186,66 +186,20 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _run(self, X: Any, y: Any, groups: Any, *, label: str | None, site: str | None) -> Result:
         """Run the settings on the records, which are in a file as long as the run takes."""
         check_choice("preset", self.preset, PRESETS)
-        seed = 1 if self.random_state is None else self.random_state
-        if isinstance(seed, np.random.RandomState):
-            seed = seed.randint(2**31)
-        if isinstance(seed, np.random.Generator):
-            seed = int(seed.integers(2**31))
-        chosen: dict[str, Any] = {
-            "seed": seed,
-            "privacy": None if self.epsilon is None else "dp",
-            "privacy.epsilon": self.epsilon,
-            "evaluation.metric": self.metric,
-            "runtime.time_limit": self.time_limit,
-            "dataset": "csv" if X.ndim == 2 else "npz",
-            "search_space": "mlp_small" if X.ndim == 2 else None,
-            "clients": None if groups is not None else 1 if self.clients is None else self.clients,
-        }
         if X.ndim == 2:
-            table = pd.DataFrame(X).add_prefix("")
-            label = label or _free("label", [*table, site])
-            chosen |= {"dataset.label": label, "dataset.task": self.task}
-            if groups is not None:
-                site = site or _free("site", table)
-                table[site] = np.asarray(groups)
-                chosen |= {"partition": "column", "partition.column": site}
-            table[label] = y  # the last column, which the name "last" stands for
-            classes = [*map(str, np.unique(y))] if self.task == "classification" else []
-            if len({*map(merging_key(classes), classes)}) < len(classes):
-                alike = "some are read as one: give them other names"
-                raise ValueError(f"of the classes {listed(classes, 5)} {alike}.")
-            content = _parquet(table)
-        elif groups is not None or self.task == "regression":
-            raise ValueError(
-                f"images (shape {X.shape}) take no groups and no numbers as targets: give "
-                "clients=<number>; classes go to FedClassifier."
-            )
+            records = _table(X, y, groups, label=label, site=site, task=self.task)
         else:
-            arrays = io.BytesIO()
-            np.savez(arrays, x_train=X, y_train=y)
-            content = arrays.getvalue()
+            records = _images(X, y, groups, task=self.task)
         more = [self.settings] if isinstance(self.settings, str) else self.settings
-        settings = [*PRESETS[self.preset][self.epsilon is not None]]
-        named = [t.removeprefix("algorithm=") for t in more if t.startswith("algorithm=")]
-        entry = registry.algorithms().get(named[-1]) if named else None
-        if entry and named[-1] != "zero_cost":  # the preset's settings are for zero_cost
-            settings = [text for text in settings if not text.startswith("algorithm.")]
-        if entry and entry.search is None:  # for a given network
-            chosen["search_space"] = None
-        if settings == [PRIVATE] and X.ndim == 2:
-            settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
-        for name, value in chosen.items():
-            settings += [] if value is None else [f"{name}={quoted(value)}"]
-        config = compose(*settings, *more)
+        config = compose(*self._preset_for(records, more), *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:
-            root = str(write_atomically(folder / "records", content))
+            root = str(write_atomically(folder / "records", records.content))
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
-            if X.ndim == 2 and not config.dp:  # with privacy, public facts must be declared
-                data = replace(data, categories=_categories(table, data, (label, site)))
-            coded = ((label, y), (site, groups)) if X.ndim == 2 else ()
-            for column, codes in coded:  # a class or a client may be called NA
-                if codes is not None and not {*map(str, codes)}.isdisjoint(MISSING_WORDS):
+            if records.table is not None and not config.dp:  # privacy needs public facts declared
+                data = replace(data, categories=_categories(records.table, data, records.named))
+            for column, names in records.named.items():  # a class or a client may be called NA
+                if not {*map(str, names)}.isdisjoint(MISSING_WORDS):
                     data = replace(data, missing_in={column: [], **data.missing_in})
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
@@ -263,6 +217,36 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             go_on = f"fednas run resume={result.folder}"
             warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
         return result
+
+    def _preset_for(self, records: "_Records", more: Sequence[str]) -> list[str]:
+        """Return the overrides of the preset and of the parameters for these records.
+
+        Args:
+            records: The records of the fit.
+            more: The user's own overrides, which follow.
+        """
+        is_table, clients = records.table is not None, 1 if self.clients is None else self.clients
+        chosen: dict[str, Any] = {
+            "seed": _seed(self.random_state),
+            "privacy": None if self.epsilon is None else "dp",
+            "privacy.epsilon": self.epsilon,
+            "evaluation.metric": self.metric,
+            "runtime.time_limit": self.time_limit,
+            "search_space": "mlp_small" if is_table else None,
+            "clients": None if "partition" in records.settings else clients,
+            **records.settings,
+        }
+        settings = [*PRESETS[self.preset][self.epsilon is not None]]
+        named = [t.removeprefix("algorithm=") for t in more if t.startswith("algorithm=")]
+        entry = registry.algorithms().get(named[-1]) if named else None
+        if entry and named[-1] != "zero_cost":  # the preset's settings are for zero_cost
+            settings = [text for text in settings if not text.startswith("algorithm.")]
+        if entry and entry.search is None:  # for a given network
+            chosen["search_space"] = None
+        if settings == [PRIVATE] and is_table:
+            settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return settings + [f"{name}={quoted(value)}" for name, value in given.items()]
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Return features checked by scikit-learn; columns of a DataFrame may be of any kind."""
@@ -345,6 +329,62 @@ class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         if y.dtype.kind in "mM":
             raise ValueError(f"y holds times ({y[0]}): give a number of days, hours or the like.")
         return y.astype(float)
+
+
+class _Records(NamedTuple):
+    """The records of a fit.
+
+    Attributes:
+        content: Bytes of the file that the run reads.
+        settings: Settings of the run that say what the file holds.
+        table: The table in the file; None for images.
+        named: The columns of classes and clients, with their names in each record.
+    """
+
+    content: bytes
+    settings: dict[str, Any]
+    table: pd.DataFrame | None = None
+    named: dict[str, Any] = {}
+
+
+def _table(
+    X: Any, y: Any, groups: Any, *, label: str | None, site: str | None, task: str
+) -> _Records:
+    """Return the records of a table [N, columns] with its target and, if given, its clients."""
+    table = pd.DataFrame(X).add_prefix("")
+    label = label or _free("label", [*table, site])
+    settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, {label: y}
+    if groups is not None:
+        site = site or _free("site", table)
+        table[site] = named[site] = np.asarray(groups)
+        settings |= {"partition": "column", "partition.column": site}
+    table[label] = y  # the last column, which the name "last" stands for
+    classes = [*map(str, np.unique(y))] if task == "classification" else []
+    if len({*map(merging_key(classes), classes)}) < len(classes):
+        alike = "some are read as one: give them other names"
+        raise ValueError(f"of the classes {listed(classes, 5)} {alike}.")
+    return _Records(_parquet(table), settings, table, named)
+
+
+def _images(X: Any, y: Any, groups: Any, *, task: str) -> _Records:
+    """Return the records of images with their classes."""
+    if groups is not None or task == "regression":
+        raise ValueError(
+            f"images (shape {X.shape}) take no groups and no numbers as targets: give "
+            "clients=<number>; classes go to FedClassifier."
+        )
+    arrays = io.BytesIO()
+    np.savez(arrays, x_train=X, y_train=y)
+    return _Records(arrays.getvalue(), {"dataset": "npz"})
+
+
+def _seed(random_state: Any) -> int:
+    """Return the seed of a run, drawn from a generator if that is given; 1 for None."""
+    if isinstance(random_state, np.random.RandomState):
+        return random_state.randint(2**31)
+    if isinstance(random_state, np.random.Generator):
+        return int(random_state.integers(2**31))
+    return 1 if random_state is None else random_state
 
 
 def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
