@@ -77,7 +77,14 @@ def test_the_default_is_not_the_papers():
 
 
 def test_step_size_and_retention_are_apart_by_default():
-    assert tried(3, {0: 1.0}, {1: 2.0}).estimates_N.tolist() == pytest.approx([0.45, 1.0, 0.0])
+    assert tried(3, {0: 1.0}, {1: 2.0}).estimates_N.tolist() == pytest.approx([0.45, 0.5, 0.0])
+
+
+def test_a_late_phase_decides_although_its_rewards_are_small():
+    """Losses fall most at first, when large learning rates gain most."""
+    phases = {0: 1.8, 1: 1.0}, {0: -0.01, 1: 0.03}
+    assert [tried(2, phases[0]).best(), tried(2, *phases).best()] == [0, 1]
+    assert tried(2, *phases, constants=replace(SETTINGS, scaled=False)).best() == 0
 
 
 @given(cases)
@@ -113,6 +120,7 @@ def test_draws_are_different_arms_and_repeatable(case, data):
     assert len(set(drawn)) == count
     assert set(drawn) <= set(range(case[0]))
     assert drawn == bandit.draw(count, make_generator(1, "draw"))
+    assert count == 1 or not case[1] or bandit.best() in drawn
 
 
 def assert_drawn(draw, probabilities):
