@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
@@ -52,7 +52,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.incompatible import has_real_sites, searches
+from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
@@ -116,7 +116,7 @@ def _run_from_search(run: Run) -> None:
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
         return
     description = describe(run, genotype, configuration)
-    if "retrain" not in config.stages:
+    if not config.retrains:
         return
     trained = Trained(description, *retrain(run, description, configuration))
     if "export" in config.stages:
@@ -145,7 +145,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     settings apply.
     """
     config, configuration = run.config, None
-    if searches(config):
+    if config.searches:
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     else:
@@ -315,7 +315,7 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
                 central["mistakes"] = mistakes(prepared.server_test, logits, labels)
         plain = replace(objective, threshold=None)  # the threshold is the network's alone
         baselines = _baselines(run, plain) if pools_records(config) else {}
-        data_set = data_set_of(config)
+        data_set = config.private_data_set
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
             tested = metrics_release("evaluate", "test").key
@@ -392,7 +392,7 @@ def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
     exchange = Exchange(
         planned.action,
         stage=planned.stage,
-        settings=rq.CountScores(network=trained.description, data_set=data_set_of(run.config)),
+        settings=rq.CountScores(network=trained.description, data_set=run.config.private_data_set),
         states=trained.states,
         layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
         releases=run.schedule,
@@ -515,7 +515,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
             f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
         )
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return rq.KeepModel(card=card, signature=signature, data_set=data_set_of(run.config))
+    return rq.KeepModel(card=card, signature=signature, data_set=run.config.private_data_set)
 
 
 def _report_spending(run: Run) -> None:

@@ -763,6 +763,31 @@ class Config(ps.Checked):
         return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
 
     @property
+    def private_data_set(self) -> str | None:
+        """Id of the data set in the private sites' policies; None without privacy."""
+        return self.dp.data_set if self.dp else None
+
+    @property
+    def by_client(self) -> bool:
+        """True if the unit of privacy is the client."""
+        return self.dp is not None and self.dp.unit == names.CLIENT
+
+    @property
+    def by_record(self) -> bool:
+        """True if the unit of privacy is the record or the person."""
+        return self.dp is not None and self.dp.unit != names.CLIENT
+
+    @property
+    def searches(self) -> bool:
+        """True if there is a search stage."""
+        return "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
+
+    @property
+    def retrains(self) -> bool:
+        """True if there is a retrain stage."""
+        return "retrain" in self.stages
+
+    @property
     def asked(self) -> int:
         """Number of clients that a round asks."""
         return self.clients if self.sampling is None else self.sampling.asked(self.clients)

@@ -9,7 +9,6 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware, LocalEpochs, names
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.parser import Between, OneOf, within
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
@@ -39,7 +38,7 @@ class FDNASSettings(LocalEpochs):
 
     def check(self, config: Config) -> None:
         """Refuse search spaces other than that of blocks."""
-        if searches(config) and not isinstance(config.search_space, BlockSpace):
+        if config.searches and not isinstance(config.search_space, BlockSpace):
             raise ConfigError(
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
                 "it samples paths of blocks; set search_space=mbconv retrain=mbconv."
