@@ -5,8 +5,6 @@ clients through the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower `
 ``start(grid)`` runs it on any Grid.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import abstractmethod
@@ -154,7 +152,7 @@ class Keeper(Protocol):
 S = TypeVar("S", bound=AlgorithmSettings)
 
 
-def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
+def settings_of(strategy: "type[RoundStrategy[Any]]") -> type[AlgorithmSettings]:
     """The settings class that a strategy names, or else that of the class it derives from."""
     for kind in strategy.__mro__:
         for base in vars(kind).get("__orig_bases__", ()):

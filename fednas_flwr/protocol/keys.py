@@ -9,8 +9,6 @@ knows whose model it keeps and can prove it later. Main functions: :func:`sign_m
 :func:`is_signed`; :func:`make_signing_key` makes the pair of files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -64,7 +62,7 @@ class SiteKeys:
         self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
 
     @classmethod
-    def at(cls, path: Path) -> SiteKeys:
+    def at(cls, path: Path) -> "SiteKeys":
         """Return the keys in a file; if there is none, it is created with new keys.
 
         Raises:
@@ -110,7 +108,7 @@ class Roster(Checked):
         write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Roster:
+    def read(cls, path: Path) -> "Roster":
         """Return the roster in a file.
 
         Raises:

@@ -1,7 +1,5 @@
 """Settings of the records: the data set, how it is read, and how clients divide it."""
 
-from __future__ import annotations
-
 import codecs
 import math
 from collections.abc import Iterable, Sequence
@@ -123,7 +121,7 @@ class Dataset(ps.Checked):
         """File or folder of the data; None if it needs none or none is set."""
         return None
 
-    def at(self, root: str) -> Dataset:
+    def at(self, root: str) -> "Dataset":
         """The same settings with another place of the data; the same ones if data needs none."""
         return self
 

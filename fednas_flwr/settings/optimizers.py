@@ -3,8 +3,6 @@
 ``conf/`` sets them, strategies send them to clients as JSON, and clients parse them again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -78,7 +76,7 @@ class SGD(Checked):
         yield within(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
         yield _decay_within(self.lr, self.weight_decay)
 
-    def at_round(self, server_round: int, num_rounds: int) -> SGD:
+    def at_round(self, server_round: int, num_rounds: int) -> "SGD":
         """Return the constants of one round of ``num_rounds``; rounds count from 1."""
         progress = (server_round - 1) / num_rounds
         lr = self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2

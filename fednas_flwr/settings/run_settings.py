@@ -1,7 +1,5 @@
 """All settings of one run except those of its data, and their JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable
@@ -469,7 +467,7 @@ class AlgorithmSettings(ps.Checked):
         """
         return config
 
-    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+    def rehearsed(self, space: str) -> "tuple[AlgorithmSettings, float]":
         """Settings with the same requests to clients and little work at the server, for a dry run.
 
         Args:

@@ -9,8 +9,6 @@ derived network, with one op per edge. Equal parts have equal names in their sta
 Tensor suffixes: B batch, C channels, H height, W width, E edges, O ops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,7 +81,7 @@ class DPCellSpace(SearchSpace):
                 "each at least 1: one for each cell."
             )
 
-    def body(self) -> DPCellNetwork:
+    def body(self) -> "DPCellNetwork":
         """Build the body of a supernet, with the weights of all ops on all edges.
 
         With a path it computes only that path. Without one the supernet is the relaxation of DARTS
@@ -92,7 +90,7 @@ class DPCellSpace(SearchSpace):
         ops = [self.ops] * len(EDGES)
         return DPCellNetwork(self, ops, groups=SEARCH_GROUPS, near_identity=True)
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> DPCellNetwork:
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> "DPCellNetwork":
         """Build the derived network."""
         ops = [[edge.op] for edge in genotype.cells[CELL]]
         return DPCellNetwork(self, ops, groups=TRAINING_GROUPS)
