@@ -36,8 +36,7 @@ from fednas_flwr.report.model_card import export_model
 from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import expanded, registry
-from fednas_flwr.settings.hydra_config import quoted
+from fednas_flwr.settings import expanded, hydra_config, registry
 from fednas_flwr.settings.names import MISSING_WORDS
 
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
@@ -235,7 +234,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         for name, value in chosen.items():
-            settings += [] if value is None else [f"{name}={quoted(value)}"]
+            settings += [] if value is None else [f"{name}={hydra_config.quoted(value)}"]
         config = compose(*settings, *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:

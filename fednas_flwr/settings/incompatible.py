@@ -9,10 +9,9 @@ from operator import attrgetter
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
-from fednas_flwr.settings import Config, GivenNetwork
+from fednas_flwr.settings import Config, GivenNetwork, run_settings
 from fednas_flwr.settings.names import LINEAR, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import GRADIENTS, SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 
@@ -48,7 +47,7 @@ def retrains_by_gradients(config: Config) -> bool:
         return False
     if config.retrain.exchange is None:
         return config.secure_sum is not None and config.by_record
-    return config.retrain.exchange == GRADIENTS
+    return config.retrain.exchange == run_settings.GRADIENTS
 
 
 def averages_plainly(config: Config) -> bool:
@@ -104,7 +103,7 @@ def check_algorithm(config: Config) -> None:
     config.algorithm.check(config)
 
 
-def _simulated_terms(c: Config) -> SecureSumSettings | None:
+def _simulated_terms(c: Config) -> run_settings.SecureSumSettings | None:
     """Return the terms of secure sums; None at real sites, whose policies decide."""
     return None if c.runtime.name == "deployment" else c.secure_sum
 
@@ -210,7 +209,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (
         lambda c: (
-            isinstance(c.aggregate, TrimmedMeanSettings)
+            isinstance(c.aggregate, run_settings.TrimmedMeanSettings)
             and math.ceil(c.runtime.quorum * c.asked - 1e-9) <= 2 * c.aggregate.trim
         ),
         "aggregate.trim={c.aggregate.trim} leaves nothing of the replies that runtime.quorum="

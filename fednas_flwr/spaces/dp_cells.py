@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.settings import parser, registry
+from fednas_flwr.settings import optimizers, parser, registry
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
-from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.spaces import cell_graph, darts, operations
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.space import CELL, SearchSpace
@@ -66,7 +65,7 @@ class DPCellSpace(SearchSpace):
     routes = cell_graph.routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
-    head: Count = 128
+    head: optimizers.Count = 128
     activation: str = "tanh"
     norm: Annotated[Norm, parser.OneOf(NORMS)] = GROUP
 
