@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -265,7 +265,7 @@ class Numbers(Dataset):
     statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
     ranges: dict[str, Span]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a column that has both."""
         for column in self.ranges:
             yield (
@@ -314,7 +314,7 @@ class LabelTable(Dataset):
     label_separator: ps.Text | None
     id_column: str | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude labels that are named in two ways, and ``labels`` with one column."""
         others = {
             "label": self.names_label,
@@ -433,7 +433,7 @@ class TableForm(ps.Checked):
         """
         return self.corrupt == "skip"
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude one sign for both decimals and thousands."""
         yield (
             self.thousands is not None and self.decimal == self.thousands,

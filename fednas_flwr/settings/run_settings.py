@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -197,7 +196,7 @@ class NetworkLimits(ps.Checked):
     latency_ms: opt.Positive | None
     table: ps.Text | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a limit of latency without a table, and a table without the limit."""
         yield (
             (self.latency_ms is None) != (self.table is None),
@@ -235,7 +234,7 @@ class Hardware(ps.Checked):
     scale: Annotated[float, ps.Between(0, 1e6, above=True)]
     exponent: Annotated[float, ps.Between(-10, 10)]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a table of another unit."""
         yield (
             self.unit != "ms" and self.table is not None,
@@ -264,7 +263,7 @@ class Noise(ps.Checked):
     noise_multiplier: NoiseMultiplier | None
     epsilon: Epsilon | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude noise that is given in two ways."""
         yield (
             None not in (self.noise_multiplier, self.epsilon),
@@ -682,7 +681,7 @@ class Deployment(Runtime):
     connect_s: opt.Positive
     superlink: ps.Text | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a deployment without a SuperLink."""
         yield (
             self.superlink is None,
@@ -741,7 +740,7 @@ class Config(ps.Checked):
     evaluation: EvaluationSettings
     trackers: Annotated[list[Annotated[str, ps.OneOf(TRACKERS)]], ps.Distinct()]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude impossible numbers of clients per round; see also ``settings.incompatible``."""
         number = self.sampling.per_round if self.sampling else 0.0
         yield (
