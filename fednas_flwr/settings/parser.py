@@ -445,5 +445,5 @@ def choose_kind(
     settings = tree.get(group)
     name = settings.get("name") if isinstance(settings, Mapping) else settings
     if not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"{str(unknown_choice(group, name, kinds)).removesuffix('.')}{hint}.")
+        raise unknown_choice(group, name, kinds, hint)
     return kinds[name]
