@@ -23,15 +23,10 @@ from fednas_flwr.settings import (
     Config,
     GivenNetwork,
     SearchSpaceSettings,
+    configuration,
+    hydra_config,
+    incompatible,
 )
-from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import (
-    add_choice,
-    check_free_name,
-    compose_tree,
-    user_settings,
-)
-from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.spaces import OpEntry, SpaceEntry
@@ -130,8 +125,10 @@ def compose(*overrides: str) -> Config:
         >>> compose("algorithm=fed_darts", "rounds=2").rounds
         2
     """
-    user = user_settings(overrides)
-    return with_clients(parse_config(compose_tree(overrides), user=user), user.typed)
+    user = hydra_config.user_settings(overrides)
+    return with_clients(
+        configuration.parse_config(hydra_config.compose_tree(overrides), user=user), user.typed
+    )
 
 
 def with_clients(config: Config, typed: Collection[str]) -> Config:
@@ -200,7 +197,7 @@ def check(config: Config) -> None:
     from fednas_flwr.runs.run_folder import check_free
 
     here = config.runtime.name != "deployment"  # in a deployment all of these are elsewhere
-    check_combinations(config)
+    incompatible.check_combinations(config)
     check_free(config)
     if here:
         check_trackers(config.trackers)
@@ -406,9 +403,9 @@ def _own(group: str, name: str, entry: Any) -> None:
 
 
 def _register(group: str, name: str, entry: Any, defaults: Mapping[str, Any]) -> None:
-    check_free_name(group, name)
+    hydra_config.check_free_name(group, name)
     _own(group, name, entry)
-    add_choice(group, name, {**defaults, "name": name})
+    hydra_config.add_choice(group, name, {**defaults, "name": name})
 
 
 def _with_strategy(config: Config, strategy: type[RoundStrategy[Any]]) -> Config:

@@ -36,8 +36,7 @@ from fednas_flwr.report.model_card import export_model
 from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import expanded, registry
-from fednas_flwr.settings.hydra_config import quoted
+from fednas_flwr.settings import expanded, hydra_config, registry
 from fednas_flwr.settings.names import MISSING_WORDS
 
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
@@ -246,7 +245,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if settings == [PRIVATE] and is_table:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         given = {name: value for name, value in chosen.items() if value is not None}
-        return settings + [f"{name}={quoted(value)}" for name, value in given.items()]
+        return settings + [f"{name}={hydra_config.quoted(value)}" for name, value in given.items()]
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Return features checked by scikit-learn; columns of a DataFrame may be of any kind."""

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 from bench import arguments, compare, is_met
 
-from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
@@ -86,7 +85,7 @@ def make_steps(overrides: list[str]) -> partial[object]:
     generator = make_generator(0, "paths")
     algorithm = config.algorithm
     assert isinstance(algorithm, DPNASSettings)
-    header, data_set = Header("bench", "search", 1, 1, 0, "nonce"), data_set_of(config)
+    header, data_set = Header("bench", "search", 1, 1, 0, "nonce"), config.private_data_set
     if client.guard is not None:
         records = {split: client.guard.num_records([split]) for split in SPLITS}
         client.guard.commit(header.run, make_schedules(config, [records], done={})[0])

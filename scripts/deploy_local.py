@@ -38,7 +38,6 @@ from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.settings import DifferentialPrivacy
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.incompatible import by_client
 
 STARTED = time.monotonic()
 SUM_TERMS = "least_sites: 2, colluding: 0"  # of three sites, one of which may be lost
@@ -60,7 +59,7 @@ def main(arguments: list[str]) -> int:
     deployed += ["privacy.data_set=my-data"] if private else []
     machines = local_machines(results)
     machines.make_private(private)
-    if by_client(config):
+    if config.by_client:
         machines.protect_sites()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

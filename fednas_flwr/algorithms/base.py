@@ -5,8 +5,6 @@ clients through the :class:`~fednas_flwr.server.cohort.Cohort`. It is a Flower `
 ``start(grid)`` runs it on any Grid.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import abstractmethod
@@ -54,18 +52,13 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     return evaluate_every > 0 and (server_round == num_rounds or server_round % evaluate_every == 0)
 
 
-def data_set_of(config: Config) -> str | None:
-    """Id of the data set in the private sites' policies; None without privacy."""
-    return config.dp.data_set if config.dp else None
-
-
 def local_steps(config: Config, stage: str) -> int | None:
     """Number of noised steps of a local training, which take the place of epochs.
 
     None without privacy, and where the unit of privacy is the client, which trains by epochs.
     """
     privacy = config.dp
-    if not privacy or not incompatible.by_record(config):
+    if not privacy or not config.by_record:
         return None
     return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
 
@@ -159,7 +152,7 @@ class Keeper(Protocol):
 S = TypeVar("S", bound=AlgorithmSettings)
 
 
-def settings_of(strategy: type[RoundStrategy[Any]]) -> type[AlgorithmSettings]:
+def settings_of(strategy: "type[RoundStrategy[Any]]") -> type[AlgorithmSettings]:
     """The settings class that a strategy names, or else that of the class it derives from."""
     for kind in strategy.__mro__:
         for base in vars(kind).get("__orig_bases__", ()):
@@ -385,7 +378,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def _at_site(self, settings: rq.Settings) -> rq.Settings:
         if isinstance(settings, rq.AtSite):
-            return replace(settings, data_set=data_set_of(self.config))
+            return replace(settings, data_set=self.config.private_data_set)
         return settings
 
     def candidates(self) -> Sequence[int]:

@@ -18,7 +18,7 @@ from fednas_flwr.protocol.requests import LARGER
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
+from fednas_flwr.settings.incompatible import retrains_by_gradients
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
 
 
@@ -83,7 +83,7 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
     numbers = range(1, num_rounds + 1)
     each = (PrivateRound(config, privacy, stage, number, num_rounds) for number in numbers)
     rounds = [strategy.releases(config.algorithm, one) for one in each]
-    return [of_clients(releases) for releases in rounds] if by_client(config) else rounds
+    return [of_clients(releases) for releases in rounds] if config.by_client else rounds
 
 
 def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampling | None:

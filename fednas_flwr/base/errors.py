@@ -62,13 +62,14 @@ class ClientLeftError(ReplyError):
     """A client's privacy budget has ended; it is not asked again in this run."""
 
 
-def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigError:
+def unknown_choice(what: str, value: object, allowed: Iterable[str], more: str = "") -> ConfigError:
     """Return the error for a name that is not allowed, with the nearest allowed name.
 
     Args:
         what: Kind of the name, as the user writes it, e.g. ``algorithm``.
         value: The given name.
         allowed: All names that exist.
+        more: Further advice, with the sign and the blank before it.
 
     Example:
         >>> print(unknown_choice("algorithm", "fed_dart", ["fed_darts", "fnas"]))
@@ -78,7 +79,7 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
     nearest = [MEANT[shown]] if shown in MEANT else get_close_matches(shown, names, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     choice = f"choose one of {', '.join(names)}" if names else "there is none"
-    return ConfigError(f"{what}={shown} is unknown: {choice}{hint}.")
+    return ConfigError(f"{what}={shown} is unknown: {choice}{hint}{more}.")
 
 
 def check_choice(what: str, value: object, allowed: Collection[str]) -> None:

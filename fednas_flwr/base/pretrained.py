@@ -4,8 +4,6 @@ Weights come from a file, safetensors or a state dict of tensors, or else from t
 other names of keys is accepted only if a table here translates them. timm is an extra.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -188,7 +186,7 @@ class Frozen(Pretrained):
         """Return the parts that compute one after the other, each with a map as output."""
         return self._stages
 
-    def train(self, mode: bool = True) -> Frozen:
+    def train(self, mode: bool = True) -> "Frozen":
         """Stay in evaluation mode."""
         return super().train(False)
 

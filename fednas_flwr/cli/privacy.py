@@ -131,8 +131,7 @@ def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> No
         "GDP, an approximation and no bound": accounting.gdp_epsilon,
         "filter, the budget that a site needs": filter_epsilon,
     }.items():
-        epsilon = accountant([release], delta)
-        text = epsilon_text(epsilon if math.isfinite(epsilon) else None)
+        text = epsilon_text(accountant([release], delta))
         print(f"epsilon = {text} at delta {delta:g} ({name})")
 
 
@@ -290,7 +289,7 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         booked.append([*names, *steps, *noise, *(f"{time:%Y-%m-%d %H:%M}" for time in times)])
     print_table("what was booked", STATEMENT_HEAD, booked)
     costs = [
-        [paying, split, epsilon_text(epsilon if math.isfinite(epsilon) else None), unit]
+        [paying, split, epsilon_text(epsilon), unit]
         for (paying, unit), of_splits in epsilons.items()
         for split, epsilon in of_splits.items()
     ]

@@ -1,7 +1,5 @@
 """Commands on the files of runs: predict, export, report, watch, compare, lookup."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path
@@ -80,7 +78,7 @@ def predict(
         _print_scores(predictions, predictions.labels_N)
 
 
-def _print_scores(predictions: Predictions, labels: Tensor) -> None:
+def _print_scores(predictions: "Predictions", labels: "Tensor") -> None:
     """Print the scores of predictions in the form of a report."""
     from fednas_flwr.models.metrics import detailed
     from fednas_flwr.report.score_tables import score_tables

@@ -16,9 +16,8 @@ from fednas_flwr.base.processes import LATER, warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
 from fednas_flwr.report.templates import duration
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
-from fednas_flwr.settings import Config
+from fednas_flwr.settings import Config, configuration
 from fednas_flwr.settings import hydra_config as hydra
-from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
 
 SWEEP_FILE = "multirun.yaml"  # written by Hydra into the folder of a sweep
@@ -157,7 +156,7 @@ def sweep(asked: hydra.Arguments) -> int:
         _check_jobs(jobs)
         _jobs.update(total=len(jobs), start=time.monotonic())
     else:
-        check_names(planned.tree)
+        configuration.check_names(planned.tree)
     names = [text.partition("=")[0] for text in fixed]
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
@@ -283,7 +282,7 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{data.resolve()}'", *table, *overrides]
     typed = hydra.user_settings(overrides).typed
-    config = api.with_clients(parse_config(hydra.compose_tree(whole)), typed)
+    config = api.with_clients(configuration.parse_config(hydra.compose_tree(whole)), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)
     prepared, parts = make_data(config)

@@ -1,7 +1,5 @@
 """One data owner, with its records, its device and the networks that it has built so far."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -136,7 +134,7 @@ class Client:
             num_values = sum(tensor.numel() for tensor in states[kind].values())
             self.guard.check_size(request.releases[kind], request.header.run, num_values)
 
-    def standardised(self, statistics: Statistics) -> Client:
+    def standardised(self, statistics: Statistics) -> "Client":
         """Return the client with its records standardised by the statistics of all clients.
 
         Raises:

@@ -40,8 +40,7 @@ from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
 from fednas_flwr.search.objective import Batch
-from fednas_flwr.spaces import costs, space
-from fednas_flwr.spaces.latency_tables import Conditions, to_json
+from fednas_flwr.spaces import costs, latency_tables, space
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
@@ -113,9 +112,9 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
-    under = Conditions(client.device, client.threads, asked.batch_size, asked.passes)
+    under = latency_tables.Conditions(client.device, client.threads, asked.batch_size, asked.passes)
     table, _ = costs.measure_space(costs.timed_space(client.make_space()), under)
-    return Reply(num_examples=1, properties={"latency": to_json(table)})
+    return Reply(num_examples=1, properties={"latency": latency_tables.to_json(table)})
 
 
 @answers("query.statistics")

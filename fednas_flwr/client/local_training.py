@@ -18,9 +18,8 @@ from fednas_flwr.models.metrics import record_losses
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LocalSearch, LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, Tensors, network_states, unpack
-from fednas_flwr.search import candidate, local_search
+from fednas_flwr.search import candidate, exact_gradients, local_search
 from fednas_flwr.search import optimizer_step as opt
-from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
@@ -126,7 +125,7 @@ def _gradients(
         )
     size = amount.batch_size
     batches = partial(client.epoch, batch_size=size, generator=generator, augmented=augmented)
-    return ExactGradients(
+    return exact_gradients.ExactGradients(
         partial(batches, client.split(local.split)),
         partial(batches, client.data.validation) if "alphas" in local.states else None,
         epochs=amount.epochs,

@@ -33,7 +33,6 @@ import torch
 from flwr.app import Message
 from torch import Tensor, nn
 
-from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Client
@@ -55,7 +54,7 @@ from fednas_flwr.protocol.sum_requests import Summed, answer_sum, by_text
 from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.secure_sums import MaskedSum, PendingSum
-from fednas_flwr.settings import Config, incompatible, with_runtime
+from fednas_flwr.settings import Config, with_runtime
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
 
@@ -124,7 +123,7 @@ class _Recorder(SteppedGrid):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._kinds = partial(asked_kinds, of_client=incompatible.by_client(config))
+        self._kinds = partial(asked_kinds, of_client=config.by_client)
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
 
@@ -169,7 +168,7 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             with suppress(_AllAskedError):
                 retrain(run, description, None)
         if "evaluate" in keys:
-            data_set, header = data_set_of(config), Header("", "evaluate", 0, 1, 0, "")
+            data_set, header = config.private_data_set, Header("", "evaluate", 0, 1, 0, "")
             settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             asked = Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
             summed = Summed("any", (0,), {}) if config.secure_sum else None

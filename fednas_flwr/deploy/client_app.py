@@ -4,8 +4,6 @@ A real site with a policy refuses what the policy does not allow before it opens
 the check that noise suits the size of a network follows once the network is built.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -35,7 +35,7 @@ from fednas_flwr.protocol.messages import encode_request as encode
 from fednas_flwr.report.templates import paragraphs, render, sentence
 from fednas_flwr.runs import events, numbers, run_folder
 from fednas_flwr.runs.checkpoints import KEEP
-from fednas_flwr.settings import Config, dump_config, expanded, incompatible, run_settings
+from fednas_flwr.settings import Config, dump_config, expanded, run_settings
 from fednas_flwr.settings.parser import seconds
 
 FEW = 4  # steps that are timed
@@ -122,11 +122,11 @@ def estimate(config: Config) -> Estimate:
         run.ends_at = -math.inf
         grid.properties = run.cohort.properties
         stages, config = [], run.config
-        if incompatible.searches(config):
+        if config.searches:
             with suppress(OutOfTimeError):
                 start_search(run)
             stages.append(_stage(run, grid, "search", config.rounds, factor))
-        if "retrain" in config.stages:
+        if config.retrains:
             retrain(run, described_at_random(run), None)
             stages.append(_stage(run, grid, "retrain", config.retrain.planned))
             if rounds := baselines.compared_rounds(config):
@@ -182,7 +182,7 @@ def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Ru
 def described_at_random(run: Run) -> dict[str, Any]:
     """Describe the network to retrain: the given one, else a random one from the search space."""
     genotype = given_genotype(run.config)
-    if genotype is None and incompatible.searches(run.config):
+    if genotype is None and run.config.searches:
         space = supernet_space(run.config, run.prepared)
         genotype = space.random_genotype(torch.Generator().manual_seed(run.config.seed))
     return describe(run, genotype, None)

@@ -212,10 +212,8 @@ def _check_superlink(name: str) -> None:
             f"({error}): correct it."
         ) from error
     if name not in known:
-        sentence = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
-        raise ConfigError(
-            f"{sentence}, or add [superlink.{show(name)}] with its address to {path}."
-        )
+        more = f", or add [superlink.{show(name)}] with its address to {path}"
+        raise unknown_choice("runtime.superlink", name, known, more)
 
 
 def this_node() -> Nodes:

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.base.files import replacing
-from fednas_flwr.data import table_files
+from fednas_flwr.data import notation, table_files
 from fednas_flwr.data.cells import Cells, number_of
-from fednas_flwr.data.notation import places_among
 from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Inputs, feature_names
 from fednas_flwr.data.table_files import BLANK
 from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, TRANSFORM, Model
@@ -230,7 +229,7 @@ def _spelled(column: Column, form: TableForm) -> dict[str, int]:
     if column.name in form.scale:
         known = dict.fromkeys(text for text in known if not math.isnan(number_of(text)))
     usual = [*known, ""]
-    places = places_among(_read(usual, column, form), column.categories).tolist()
+    places = notation.places_among(_read(usual, column, form), column.categories).tolist()
     read = {text: place for text, place in zip(usual, places, strict=True) if place >= 0}
     blanks = ("{} ", " {}", " {} ")  # which training strips
     return read | {b.format(text): place for b in blanks for text, place in read.items() if text}

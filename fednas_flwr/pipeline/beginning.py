@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fedavg.strategy import association, planned, retrained_on
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
@@ -205,7 +205,7 @@ def _agree(
     run.schedule = schedule.largest_schedule(schedules)
     if statistics is None and any(planned.kind == STATISTICS for planned in run.schedule):
         return pooled_statistics.noised_statistics(
-            run.prepared, cohort, run.schedule, data_set=data_set_of(config)
+            run.prepared, cohort, run.schedule, data_set=config.private_data_set
         )
     return statistics
 

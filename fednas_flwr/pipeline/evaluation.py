@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.client.making import make_objective
 from fednas_flwr.data.loaders import concat_splits, make_client_data, server_split
 from fednas_flwr.data.prepared import make_data, sites_of
@@ -193,7 +192,7 @@ def _on_clients(run: Run, trained: Trained, threshold: float | None) -> dict[str
     results: dict[str, Any] = {"clients": [], "personalised": []}
     if config.dataset.fractions["test"] == 0:
         return results
-    data_set, tested = data_set_of(config), metrics_release("evaluate", "test").key
+    data_set, tested = config.private_data_set, metrics_release("evaluate", "test").key
     noises = [planned.noise_multiplier for planned in run.schedule if planned.key == tested]
     if data_set is None or noises not in ([], [None]):
         request = rq.Evaluate(
@@ -246,7 +245,7 @@ def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
     exchange = Exchange(
         planned.action,
         stage=planned.stage,
-        settings=rq.CountScores(network=trained.description, data_set=data_set_of(run.config)),
+        settings=rq.CountScores(network=trained.description, data_set=run.config.private_data_set),
         states=trained.states,
         layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
         releases=run.schedule,

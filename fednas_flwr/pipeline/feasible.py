@@ -38,7 +38,7 @@ from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.run_folder import check_room, check_writable
 from fednas_flwr.search.objective import check_own_loss
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import chooses, searches
+from fednas_flwr.settings.incompatible import chooses
 from fednas_flwr.settings.names import CLIENT, SPLITS
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of
 
@@ -65,7 +65,7 @@ def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
         networks: The network that each stage trains.
     """
     copies = {"search": min(KEEP, config.rounds)}
-    if "search" not in networks and not searches(config):
+    if "search" not in networks and not config.searches:
         copies["retrain"] = min(KEEP, config.retrain.rounds or KEEP) + ("export" in config.stages)
     return sum(
         copies.get(stage, 0) * tensor.numel() * tensor.element_size()
@@ -209,7 +209,7 @@ def check_buildable(config: Config) -> Made:
         _check_delta(config.dp, number=config.clients if config.dp.unit == CLIENT else max(units))
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}
-    if genotype is None and searches(config):
+    if genotype is None and config.searches:
         space = nets.supernet_space(config, prepared)
         strategy_of(config, "search").check(config, prepared, space)
         genotype = space.random_genotype(torch.Generator())
@@ -228,7 +228,7 @@ def check_buildable(config: Config) -> Made:
     if description["name"] == nets.FINE_TUNED:
         nets.seeded_network(config, description)  # reads the network's weights
     _check_memory(config, "retrain", network)
-    if "retrain" in config.stages:
+    if config.retrains:
         networks["retrain"] = network
     for stage, network in networks.items():
         has_norm = any(isinstance(layer, nn.GroupNorm) for layer in network.modules())
@@ -333,7 +333,7 @@ def check_parts(
     networks: Mapping[str, nn.Module],
 ) -> None:
     """Refuse clients that lack the records they are asked to train on, or have too few."""
-    holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
+    holds_out = config.retrains and config.retrain.evaluate_every > 0
     every = f"retrain.evaluate_every={config.retrain.evaluate_every}"
     uses = {"validation": f"on which {every} measures: set it to 0, or"} if holds_out else {}
     if chooses(config):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
@@ -107,7 +106,7 @@ def explained(run: Run) -> list[str]:
     config, privacy = run.config, run.config.dp
     assert privacy
     known = [properties["splits"] for properties in run.cohort.properties.values()]
-    rated = "retrain" in config.stages and not chooses_rates(config)
+    rated = config.retrains and not chooses_rates(config)
     text = render(
         "calibration.txt.j2",
         records={split: [splits.get(split, 0) for splits in known] for split in SPLITS},
@@ -225,7 +224,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
 def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
     config, space = run.config, timed_space(supernet_space(run.config, run.prepared))
-    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=data_set_of(config))
+    request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=config.private_data_set)
     tables: list[LatencyTable] = []
     participants = run.cohort.participants("latency", 1)
     wanted = len(participants.clients) if participants else run.cohort.num_clients

@@ -25,7 +25,6 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import by_client, searches
 from fednas_flwr.settings.names import LEAST_CALIBRATED
 
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
@@ -305,7 +304,7 @@ def for_data(config: Config, prepared: Prepared, *, least_noise: Sequence[float]
         privacy = replace(privacy, scores_error=None)
     is_pooled = bool(prepared.transform) and len(prepared.input_shape) == 1
     is_free = privacy.statistics_noise_multiplier is None and not given_noise(privacy, "retrain")
-    if not (is_pooled and is_free and privacy.statistics_share) or by_client(config):
+    if not (is_pooled and is_free and privacy.statistics_share) or config.by_client:
         return replace(config, privacy=replace(privacy, statistics_share=0.0))
     target = privacy.statistics_share * privacy.epsilon
     try:
@@ -327,15 +326,15 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
         rounds[STATISTICS] = [[plan.statistics_release(shared=config.secure_sum is not None)]]
-    if searches(config):
+    if config.searches:
         rounds["search"] = releases_by_round(config, "search", config.rounds)
-    if "retrain" not in config.stages:
+    if not config.retrains:
         return rounds
     rounds["retrain"] = releases_by_round(config, "retrain", config.retrain.planned)
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]
-    if privacy.scores_error is not None and not by_client(config) and "evaluate" in config.stages:
+    if privacy.scores_error is not None and not config.by_client and "evaluate" in config.stages:
         released = plan.scores_release(shared=config.secure_sum is not None)
         rounds.setdefault("evaluate", [[]])[0].append(released)
     return rounds

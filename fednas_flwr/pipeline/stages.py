@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from torch import nn
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
+from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError
@@ -43,7 +43,7 @@ from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.incompatible import has_real_sites, searches
+from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, layers_of
@@ -89,7 +89,7 @@ def _run_from_search(run: Run) -> None:
     if genotype is None and not isinstance(config.algorithm, GivenNetwork):
         return
     description = describe(run, genotype, configuration)
-    if "retrain" not in config.stages:
+    if not config.retrains:
         return
     trained = Trained(description, *retrain(run, description, configuration))
     if "export" in config.stages:
@@ -118,7 +118,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     settings apply.
     """
     config, configuration = run.config, None
-    if searches(config):
+    if config.searches:
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     else:
@@ -278,7 +278,7 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
             f"take {rq.LARGEST_MODEL:,} and {rq.LONGEST_CARD:,}."
         )
     signature = sign_model(Path(key), run=run.cohort.run, model=model, card=card)
-    return rq.KeepModel(card=card, signature=signature, data_set=data_set_of(run.config))
+    return rq.KeepModel(card=card, signature=signature, data_set=run.config.private_data_set)
 
 
 def _report_spending(run: Run) -> None:

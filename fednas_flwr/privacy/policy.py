@@ -10,7 +10,6 @@ the ledger.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.settings import data_settings, names
+from fednas_flwr.settings import data_settings, names, parser
 from fednas_flwr.settings.optimizers import Count, Positive
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
@@ -28,7 +27,6 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, 
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 LEAST_HONEST = 2  # a sum of one honest value and values that colluding sites know hides nothing
-Conflicts = Iterable[tuple[object, str]]  # pairs of a condition and what to say about it
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
@@ -51,7 +49,7 @@ class SumTerms(Checked):
     least_sites: Annotated[int, Between(2, names.MOST_SITES)]
     colluding: Annotated[int, Between(0, names.MOST_SITES)]
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> parser.Conflicts:
         """Refuse sums in which an honest site is not hidden by another honest one."""
         yield (
             self.honest < LEAST_HONEST,
@@ -112,7 +110,7 @@ class DataSetPolicy(Checked):
     secure_sum: SumTerms | None = None
     largest_noise_multiplier: Positive = 100.0
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> parser.Conflicts:
         """Refuse values that conflict with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
         expected = f"the least, {least:g}, or more"
@@ -148,7 +146,7 @@ class Policy(Checked):
 
     data_sets: Annotated[dict[str, DataSetPolicy], Length(Between(1, 1000))]
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> parser.Conflicts:
         """Refuse ids that are no names, and different budgets for one account."""
         first: dict[str, str] = {}
         for name, allowed in self.data_sets.items():

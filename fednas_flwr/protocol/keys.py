@@ -9,12 +9,10 @@ knows whose model it keeps and can prove it later. Main functions: :func:`sign_m
 :func:`is_signed`; :func:`make_signing_key` makes the pair of files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_key, read_key, write_atomically, write_secret
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.settings.names import MOST_SITES
-from fednas_flwr.settings.parser import Between, Checked, Length, Where, parse
+from fednas_flwr.settings.parser import Between, Checked, Conflicts, Length, Where, parse
 
 KEY_BYTES = 32
 SIGNING_KEY = "FEDNAS_SIGNING_KEY"  # environment variable of the server: path of the private key
@@ -64,7 +62,7 @@ class SiteKeys:
         self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
 
     @classmethod
-    def at(cls, path: Path) -> SiteKeys:
+    def at(cls, path: Path) -> "SiteKeys":
         """Return the keys in a file; if there is none, it is created with new keys.
 
         Raises:
@@ -93,7 +91,7 @@ class Roster(Checked):
 
     sites: Annotated[tuple[PublicKeys, ...], Length(Between(2, MOST_SITES))]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Refuse a name or a key that occurs twice."""
         named = {site.site for site in self.sites}
         keys = {key for site in self.sites for key in (site.mask, site.signature)}
@@ -110,7 +108,7 @@ class Roster(Checked):
         write_atomically(path, json.dumps([asdict(site) for site in self.sites], indent=2) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Roster:
+    def read(cls, path: Path) -> "Roster":
         """Return the roster in a file.
 
         Raises:

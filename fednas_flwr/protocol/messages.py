@@ -19,8 +19,6 @@ and rewards, and those of other dtypes travel unchanged: :func:`round_reply` and
 :func:`round_sent` and :func:`restore_sent`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -155,7 +153,7 @@ class Reply:
         metrics: Mapping[str, float] | None = None,
         *,
         like: Mapping[str, Tensors] = {},
-    ) -> Reply:
+    ) -> "Reply":
         """Return the reply that carries tensors by state, or shares of tensors ``like`` these."""
         shares = {name: cells for name, cells in states.items() if isinstance(cells, Cells)}
         named = {name: of for name, of in states.items() if not isinstance(of, Cells)}
@@ -164,7 +162,7 @@ class Reply:
         packed = {name: pack(tensors) for name, tensors in named.items()}
         return cls(num_examples, metrics or {}, packed, digests, shares=shares)
 
-    def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
+    def weighing(self, scale: float, *, summed: Sequence[str]) -> "Reply":
         """Return the reply with its weight, and its ``summed`` states, scaled."""
         scaled = {
             name: {dtype: vector * scale for dtype, vector in self.states[name].items()}

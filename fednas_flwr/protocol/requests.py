@@ -18,7 +18,7 @@ from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.privacy.policy import Conflicts, refused
+from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol import sum_requests as sr
 from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.sum_requests import Settings as Settings
@@ -91,7 +91,7 @@ class Amount(ps.Checked):
     steps: opt.Steps | None
     batch_size: opt.Count | None
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> ps.Conflicts:
         """Refuse anything but exactly one of the two."""
         yield ps.one_of(epochs=self.epochs, steps=self.steps)
 
@@ -127,7 +127,7 @@ class LocalSearch(ps.Checked):
     alternating: Alternating | None = None
     paths: SampledPaths | None = None
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> ps.Conflicts:
         """Refuse anything but exactly one of the two."""
         yield ps.one_of(alternating=self.alternating, paths=self.paths)
 
@@ -541,7 +541,7 @@ class RewardCandidates(AtSite):
     training: LocalTraining | None = None
     sparse: bool = False
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> ps.Conflicts:
         """Refuse all but one of the three, and pools that travel in part or have no members."""
         yield ps.one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
@@ -577,7 +577,7 @@ class Probe(AtSite):
     trials: Annotated[list[Trial], ps.Length(ps.Between(1, MOST_TRIALS))]
     loss_bound: opt.LossBound
 
-    def conflicts(self) -> Conflicts:
+    def conflicts(self) -> ps.Conflicts:
         """Refuse anything but exactly one of the two."""
         yield ps.one_of(search=self.search, training=self.training)
 

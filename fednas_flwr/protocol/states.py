@@ -8,8 +8,6 @@ A single client can move the weighted mean of :class:`WeightedAverage` anywhere;
 hostile clients cannot move :class:`TrimmedMean` and :func:`median_rewards` far.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Mapping
@@ -33,7 +31,7 @@ class Layout:
     entries: tuple[tuple[str, tuple[int, ...], str], ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
         """Return the layout of ``tensors``."""
         entries = ((name, tuple(t.shape), _dtype_name(t.dtype)) for name, t in tensors.items())
         return cls(tuple(entries))
@@ -51,7 +49,7 @@ class Layout:
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return sizes
 
-    def part(self, names: Collection[str]) -> Layout:
+    def part(self, names: Collection[str]) -> "Layout":
         """Return the layout of the tensors with these names."""
         return Layout(tuple(entry for entry in self.entries if entry[0] in names))
 

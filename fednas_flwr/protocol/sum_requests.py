@@ -4,8 +4,6 @@ These are the two messages of a secure sum that follow the action to sum, with e
 site needs to answer them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,7 +125,7 @@ class Settings(Checked):
         """Steps of local training, at least 1, at a client with these records by split."""
         return 1
 
-    def with_steps(self, steps: int) -> Settings:
+    def with_steps(self, steps: int) -> "Settings":
         """The same request with this number of steps of local training, if it asks for any."""
         return self
 

@@ -1,7 +1,5 @@
 """MODEL_CARD.md: a description of a run's model, its origin, and its limits."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -66,7 +64,7 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
     return [*copied, write_atomically(to / "README.md", card)]
 
 
-def _metadata(run: Run) -> ModelCardData:
+def _metadata(run: Run) -> "ModelCardData":
     """Return the head of a card for the Hugging Face Hub, where results need a model's name."""
     from huggingface_hub import EvalResult, ModelCardData
 

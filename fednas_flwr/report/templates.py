@@ -110,13 +110,13 @@ def duration(seconds: float | None) -> str:
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Return an epsilon to three significant digits, rounded up; None is infinite.
+    """Return an epsilon to three significant digits, rounded up; None is infinite, too.
 
     Example:
         >>> epsilon_text(3.1001)
         '3.11'
     """
-    if epsilon is None:
+    if epsilon is None or epsilon == math.inf:
         return "∞"
     exact = Decimal(repr(float(epsilon)))
     if not exact:

@@ -6,8 +6,6 @@ the settings; with privacy the numbers are noised like all others that the serve
 ``TRACKERS`` lists the trackers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -91,7 +89,7 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
     with ExitStack() as stack:
 
         @cache
-        def writer() -> SummaryWriter:
+        def writer() -> "SummaryWriter":
             from torch.utils.tensorboard import SummaryWriter
 
             folder = str(run_folder / "tensorboard")

@@ -17,8 +17,7 @@ from fednas_flwr.base.errors import ConfigError, MissingSettingError, show
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import check_resolved, dump_yaml, read_yaml
 from fednas_flwr.runs.numbers import CONFIG_FILE, is_complete
-from fednas_flwr.settings import Config, dump_config, expanded
-from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings import Config, configuration, dump_config, expanded
 
 GENOTYPE_FILE = "genotype.json"
 PARTITION_FILE = "partition.json"
@@ -110,7 +109,7 @@ def open_run_folder(path: str) -> Config:
     folder = _folder("resume", path)
     tree = read_config_file(path)
     try:
-        config = parse_config(tree)
+        config = configuration.parse_config(tree)
     except MissingSettingError as error:
         raise ConfigError(
             f"resume={path}: it was started by another version, which had no setting "

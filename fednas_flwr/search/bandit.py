@@ -27,8 +27,6 @@ configuration that was drawn would lose to all others.
 Tensor suffix: N arms or configurations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -217,7 +215,7 @@ class Theta(Learnt):
     loss_weight: float = 0.0
 
     @classmethod
-    def of(cls, num_configurations: int) -> Theta:
+    def of(cls, num_configurations: int) -> "Theta":
         """The uniform distribution over one or more configurations."""
         log_share = -math.log(num_configurations)
         return cls(torch.full((num_configurations,), log_share, dtype=torch.float64))
@@ -234,7 +232,7 @@ class Theta(Learnt):
         """One configuration, drawn from theta."""
         return int(torch.multinomial(self.probabilities(), 1, generator=generator))
 
-    def updated(self, trials: Sequence[Trial]) -> Theta:
+    def updated(self, trials: Sequence[Trial]) -> "Theta":
         """The distribution after a round (Alg. 2, lines 10-13).
 
         ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and

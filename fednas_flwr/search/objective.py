@@ -1,7 +1,5 @@
 """The objective of training and evaluation: one object for losses, class factors and scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +118,7 @@ class Objective:
         """The metrics of a network that are reported, from clients' mean loss and hits."""
         return dict(metrics)
 
-    def standardised(self, target: tuple[float, ...]) -> Objective:
+    def standardised(self, target: tuple[float, ...]) -> "Objective":
         """The same objective with the mean and deviation of a number that clients have found."""
         return self
 
@@ -335,7 +333,7 @@ class Regression(Objective):
         _, std, *ends = self.target
         return ends[1] - ends[0] if ends else REACH * std
 
-    def standardised(self, target: tuple[float, ...]) -> Regression:
+    def standardised(self, target: tuple[float, ...]) -> "Regression":
         """The same objective with statistics that clients have found, unless the range is known."""
         return replace(self, target=target) if target and len(self.target) == 2 else self
 

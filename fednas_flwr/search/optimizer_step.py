@@ -5,8 +5,6 @@ next gradients and lets an :class:`Optimizer` step along them. Exact gradients a
 batches (``exact_gradients``); private ones are noised releases. A loop never sees a record.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +48,7 @@ class Gradients(Protocol):
         Within a step, draws and results are the same however often it is called.
         """
 
-    def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
+    def alphas(self, supernet: Supernet, weights: "Optimizer", *, rule: str) -> Gradient:
         """The gradient of a supernet's alphas, on validation records.
 
         Args:

@@ -12,8 +12,6 @@ al. 2018, arXiv 1802.03268).
 Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -167,12 +165,12 @@ class Moments:
     variance: float
 
     @classmethod
-    def of(cls, rewards: Sequence[float]) -> Moments:
+    def of(cls, rewards: Sequence[float]) -> "Moments":
         """Mean and variance of at least one reward; equal rewards have variance exactly 0."""
         deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
         return cls(rewards[0] + float(deviations_N.mean()), float(deviations_N.var(correction=0)))
 
-    def moved(self, newest: Moments, *, decay: float) -> Moments:
+    def moved(self, newest: "Moments", *, decay: float) -> "Moments":
         """The moments of the mixture in which earlier rewards keep the share ``decay``."""
         shift = newest.mean - self.mean
         within = decay * self.variance + (1 - decay) * newest.variance

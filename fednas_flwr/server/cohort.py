@@ -6,8 +6,6 @@ ended, or whose replies were refused three times, is not asked again. Fewer repl
 end the run. With secure sums masked replies are added up, and only their total is yielded.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import time
@@ -270,7 +268,7 @@ class Cohort:
         name = self.names.get(client)
         return f"client {client} ({name})" if name else f"client {client}"
 
-    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
+    def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> "Cohort":
         """Make a cohort of some clients, with their own quorum and counts.
 
         Clients that are not connected, for instance after a resume, have left it.

@@ -5,8 +5,6 @@ run. With ``uniform`` draws a round's average, weighted by size, is unbiased: it
 the draws is the average over all clients.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -42,7 +40,7 @@ class Participants:
         """All clients that may be asked."""
         return (*self.clients, *self.backups)
 
-    def after(self, answered: Collection[int]) -> Participants:
+    def after(self, answered: Collection[int]) -> "Participants":
         """The participants of the round's next exchange; a backup that has stood in stays."""
         stood_in = [client for client in self.backups if client in answered]
         failed = [client for client in self.clients if client not in answered]

@@ -1,7 +1,5 @@
 """The server's side of secure sums: masked replies, and the openings that unmask the total."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,7 +82,7 @@ class PendingSum:
     @staticmethod
     def of(
         exchange: Exchange, clients: Sequence[int], properties: Mapping[int, Mapping[str, Any]]
-    ) -> PendingSum:
+    ) -> "PendingSum":
         """Begin a sum over clients; sums with shared noise have a known range and take 32 bits.
 
         Args:

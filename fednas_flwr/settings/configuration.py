@@ -6,13 +6,9 @@ from functools import reduce
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings import Config
-from fednas_flwr.settings.data_settings import CSV, PARTITIONS
-from fednas_flwr.settings.incompatible import check_combinations
+from fednas_flwr.settings import Config, data_settings, incompatible, registry, run_settings
 from fednas_flwr.settings.names import CLIENT, GROUP, LARGEST_MICRO_BATCH, NO_NORM, POOLED
 from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
-from fednas_flwr.settings.registry import BUILT_IN, entries
-from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import UserSettings, check_effect
 
 UPDATE_NORM = 1.0  # default norm to which a client's update is clipped; a record's is smaller
@@ -32,11 +28,11 @@ OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
 }
 OF_FEATURES = ("privacy.retrain.rate", "privacy.micro_batch_size")  # for a backbone's pooled ones
 CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
-    "partition": PARTITIONS,
-    "privacy": PRIVACY,
-    "aggregate": AGGREGATES,
-    "server_optimizer": SERVER_OPTIMIZERS,
-    "runtime": RUNTIMES,
+    "partition": data_settings.PARTITIONS,
+    "privacy": run_settings.PRIVACY,
+    "aggregate": run_settings.AGGREGATES,
+    "server_optimizer": run_settings.SERVER_OPTIMIZERS,
+    "runtime": run_settings.RUNTIMES,
 }
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
@@ -75,7 +71,7 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
         if is_whole and norm not in known and not user.repeats:  # a run's values are not conf/'s
             yields[norm] = UPDATE_NORM
         if not is_whole and not user.repeats:
-            yields |= _of_vectors(tree, user, is_table=kinds["dataset"] is CSV)
+            yields |= _of_vectors(tree, user, is_table=kinds["dataset"] is data_settings.CSV)
         for default, others in YIELDING.items():
             typed = default not in user.typed and any(other in user.typed for other in others)
             if typed or (default not in known and any(other in known for other in others)):
@@ -130,7 +126,7 @@ def _kinds(group: str) -> dict[str, type]:
     """Return the classes of settings behind the names of a group."""
     if group in CHOICES:
         return CHOICES[group]
-    return {name: entry.settings for name, entry in entries(group).items()}
+    return {name: entry.settings for name, entry in registry.entries(group).items()}
 
 
 def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
@@ -139,7 +135,7 @@ def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
     Raises:
         ConfigError: There is no such choice.
     """
-    remarks = dict.fromkeys(BUILT_IN, UNREGISTERED) | dict.fromkeys(CHOICES, "")
+    remarks = dict.fromkeys(registry.BUILT_IN, UNREGISTERED) | dict.fromkeys(CHOICES, "")
     return {
         group: choose_kind(tree, group, _kinds(group), hint=hint) for group, hint in remarks.items()
     }
@@ -172,7 +168,7 @@ def check_names(tree: Mapping[str, Any]) -> None:
 def _parse(tree: Mapping[str, Any]) -> Config:
     check_names(tree)
     config: Config = parse(Config, tree, key="", hints=chosen_kinds(tree), defaults=True)
-    check_combinations(config)
+    incompatible.check_combinations(config)
     return config
 
 

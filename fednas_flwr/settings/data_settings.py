@@ -1,10 +1,8 @@
 """Settings of the records: the data set, how it is read, and how clients divide it."""
 
-from __future__ import annotations
-
 import codecs
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,7 +121,7 @@ class Dataset(ps.Checked):
         """File or folder of the data; None if it needs none or none is set."""
         return None
 
-    def at(self, root: str) -> Dataset:
+    def at(self, root: str) -> "Dataset":
         """The same settings with another place of the data; the same ones if data needs none."""
         return self
 
@@ -267,7 +265,7 @@ class Numbers(Dataset):
     statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
     ranges: dict[str, Span]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a column that has both."""
         for column in self.ranges:
             yield (
@@ -316,7 +314,7 @@ class LabelTable(Dataset):
     label_separator: ps.Text | None
     id_column: str | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude labels that are named in two ways, and ``labels`` with one column."""
         others = {
             "label": self.names_label,
@@ -435,7 +433,7 @@ class TableForm(ps.Checked):
         """
         return self.corrupt == "skip"
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude one sign for both decimals and thousands."""
         yield (
             self.thousands is not None and self.decimal == self.thousands,

@@ -105,8 +105,7 @@ def _composition_error(error: Exception, overrides: Sequence[str]) -> ConfigErro
             return unknown_choice(group, name, groups[group])
         if group in ("hydra/launcher", "hydra/sweeper") and name in reason:
             there = GlobalHydra.instance().config_loader().get_group_options(group)
-            sentence = str(unknown_choice(group, name, there)).removesuffix(".")
-            return ConfigError(f"{sentence}; others are extras: {EXTRAS}.")
+            return unknown_choice(group, name, there, f"; others are extras: {EXTRAS}")
     return ConfigError(f"{where}: {reason}.")
 
 

@@ -9,10 +9,9 @@ from operator import attrgetter
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
-from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.names import CLIENT, LINEAR, MOST_SITES
+from fednas_flwr.settings import Config, GivenNetwork, run_settings
+from fednas_flwr.settings.names import LINEAR, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import GRADIENTS, SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 
@@ -22,41 +21,21 @@ def has_real_sites(config: Config) -> bool:
     return config.runtime.name == "deployment" and config.partition.name == "sites"
 
 
-def by_client(config: Config) -> bool:
-    """Return true if the unit of a run's privacy is the client."""
-    return config.dp is not None and config.dp.unit == CLIENT
-
-
-def by_record(config: Config) -> bool:
-    """Return true if the unit of a run's privacy is the record or the person."""
-    return config.dp is not None and config.dp.unit != CLIENT
-
-
 def follows_noise(config: Config) -> bool:
     """Return true if retraining takes its learning rate from its noise."""
-    walk = config.privacy.retrain.noise_walk if by_record(config) else None  # type: ignore[union-attr]
+    walk = config.privacy.retrain.noise_walk if config.by_record else None  # type: ignore[union-attr]
     return walk is not None and not chooses_rates(config)
 
 
 def chooses_rates(config: Config) -> bool:
     """Return true if the algorithm has learning rates of its own for retraining."""
-    draws = getattr(config.algorithm, "ranges", None) is not None and searches(config)
+    draws = getattr(config.algorithm, "ranges", None) is not None and config.searches
     return draws or algorithm_of(config).retraining is not None
-
-
-def searches(config: Config) -> bool:
-    """Return true if a run has a search stage."""
-    return "search" in config.stages and not isinstance(config.algorithm, GivenNetwork)
-
-
-def retrains(config: Config) -> bool:
-    """Return true if a run has a retrain stage."""
-    return "retrain" in config.stages
 
 
 def chooses(config: Config) -> bool:
     """Return true if the algorithm has rounds of its own, beside or in place of FedAvg's."""
-    return searches(config) or algorithm_of(config).retraining is not None
+    return config.searches or algorithm_of(config).retraining is not None
 
 
 def retrains_by_gradients(config: Config) -> bool:
@@ -67,8 +46,8 @@ def retrains_by_gradients(config: Config) -> bool:
     if algorithm_of(config).retraining is not None:
         return False
     if config.retrain.exchange is None:
-        return config.secure_sum is not None and by_record(config)
-    return config.retrain.exchange == GRADIENTS
+        return config.secure_sum is not None and config.by_record
+    return config.retrain.exchange == run_settings.GRADIENTS
 
 
 def averages_plainly(config: Config) -> bool:
@@ -124,7 +103,7 @@ def check_algorithm(config: Config) -> None:
     config.algorithm.check(config)
 
 
-def _simulated_terms(c: Config) -> SecureSumSettings | None:
+def _simulated_terms(c: Config) -> run_settings.SecureSumSettings | None:
     """Return the terms of secure sums; None at real sites, whose policies decide."""
     return None if c.runtime.name == "deployment" else c.secure_sum
 
@@ -168,7 +147,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: (
             c.dp is not None
-            and c.rounds * searches(c) + (c.retrain.rounds or 0) * retrains(c) > MOST_PRIVATE_ROUNDS
+            and c.rounds * c.searches + (c.retrain.rounds or 0) * c.retrains > MOST_PRIVATE_ROUNDS
         ),
         "rounds={c.rounds} with retrain.rounds={c.retrain.rounds} and privacy=dp: expected at most "
         f"{MOST_PRIVATE_ROUNDS} in all, since clients are told of each before the first; take "
@@ -202,7 +181,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     # Robust averages of gradients, and two optimisers of the server.
     (
-        lambda c: c.aggregate.name != "mean" and retrains(c) and retrains_by_gradients(c),
+        lambda c: c.aggregate.name != "mean" and c.retrains and retrains_by_gradients(c),
         "aggregate={c.aggregate.name} with retrain.exchange={c.retrain.exchange}: it adds up sums "
         "of gradients over batches of different sizes; set aggregate=mean or "
         "retrain.exchange=models",
@@ -230,7 +209,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     ),
     (
         lambda c: (
-            isinstance(c.aggregate, TrimmedMeanSettings)
+            isinstance(c.aggregate, run_settings.TrimmedMeanSettings)
             and math.ceil(c.runtime.quorum * c.asked - 1e-9) <= 2 * c.aggregate.trim
         ),
         "aggregate.trim={c.aggregate.trim} leaves nothing of the replies that runtime.quorum="
@@ -243,14 +222,14 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected above 0",
     ),
     (
-        lambda c: c.genotype is not None and searches(c),
+        lambda c: c.genotype is not None and c.searches,
         "genotype={c.genotype} with stages={c.stages}: a genotype replaces the search; set "
         "stages=[retrain,evaluate,export]",
     ),
     (
         lambda c: (
-            retrains(c)
-            and not searches(c)
+            c.retrains
+            and not c.searches
             and c.genotype is None
             and not isinstance(c.algorithm, GivenNetwork)
         ),
@@ -258,7 +237,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "algorithm=fedavg",
     ),
     (
-        lambda c: not retrains(c) and not {"evaluate", "export"}.isdisjoint(c.stages),
+        lambda c: not c.retrains and not {"evaluate", "export"}.isdisjoint(c.stages),
         "stages={c.stages}: evaluate and export need the network that retrain trains; add retrain "
         "or leave them out",
     ),
@@ -283,7 +262,7 @@ def check_combinations(config: Config) -> None:
     for excluded, sentence in CONFLICTS:
         if excluded(config):
             raise ConfigError(f"{spelled(sentence, config)}.")
-    if config.stages == ["search"] and not searches(config):
+    if config.stages == ["search"] and not config.searches:
         raise NoEffectError(
             f"stages=[search] with algorithm={config.algorithm.name}, which does not search: "
             "nothing would run; set stages=[retrain,evaluate,export]."

@@ -3,15 +3,13 @@
 ``conf/`` sets them, strategies send them to clients as JSON, and clients parse them again.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
-from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, within
+from fednas_flwr.settings.parser import Between, Checked, Conflicts, Length, Names, OneOf, within
 
 RULES = ("first_order", "second_order", "mixed_level")
 RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -73,12 +71,12 @@ class SGD(Checked):
     weight_decay: RateOrZero
     clip_norm: ClipNorm | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude learning rates that rise, and decays by which weights change sign."""
         yield within(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
         yield _decay_within(self.lr, self.weight_decay)
 
-    def at_round(self, server_round: int, num_rounds: int) -> SGD:
+    def at_round(self, server_round: int, num_rounds: int) -> "SGD":
         """Return the constants of one round of ``num_rounds``; rounds count from 1."""
         progress = (server_round - 1) / num_rounds
         lr = self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
@@ -118,7 +116,7 @@ class Configuration(Checked):
     alpha_weight_decay: RateOrZero
     dropout: ShareBelow1
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude decays by which weights change sign."""
         yield _decay_within(self.lr, self.weight_decay)
 
@@ -153,7 +151,7 @@ class Range(Checked):
     high: NonNegative
     log: bool
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude ``high`` below ``low``, and logarithms of 0."""
         yield within(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
         yield within(self.low <= self.high, "high", self.high, f"{self.low} or more")

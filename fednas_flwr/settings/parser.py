@@ -169,6 +169,7 @@ else:
 Names = Annotated[list[str], Distinct()]
 Words = Annotated[list[Word], Distinct()]
 Text = Annotated[str, Length(Between(1, 4096))]  # a name or path that is not empty
+Conflicts = Iterable[tuple[object, str]]  # pairs of a condition and what to say about it
 
 
 class Checked:
@@ -198,7 +199,7 @@ class Checked:
                 if excluded:
                     raise ConfigError(f"{sentence}.")
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Return pairs: a condition under which fields exclude each other, and its sentence."""
         return ()
 
@@ -444,5 +445,5 @@ def choose_kind(
     settings = tree.get(group)
     name = settings.get("name") if isinstance(settings, Mapping) else settings
     if not isinstance(name, str) or name not in kinds:
-        raise ConfigError(f"{str(unknown_choice(group, name, kinds)).removesuffix('.')}{hint}.")
+        raise unknown_choice(group, name, kinds, hint)
     return kinds[name]

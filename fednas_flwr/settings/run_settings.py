@@ -1,10 +1,7 @@
 """All settings of one run except those of its data, and their JSON."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -199,7 +196,7 @@ class NetworkLimits(ps.Checked):
     latency_ms: opt.Positive | None
     table: ps.Text | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a limit of latency without a table, and a table without the limit."""
         yield (
             (self.latency_ms is None) != (self.table is None),
@@ -237,7 +234,7 @@ class Hardware(ps.Checked):
     scale: Annotated[float, ps.Between(0, 1e6, above=True)]
     exponent: Annotated[float, ps.Between(-10, 10)]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a table of another unit."""
         yield (
             self.unit != "ms" and self.table is not None,
@@ -266,7 +263,7 @@ class Noise(ps.Checked):
     noise_multiplier: NoiseMultiplier | None
     epsilon: Epsilon | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude noise that is given in two ways."""
         yield (
             None not in (self.noise_multiplier, self.epsilon),
@@ -469,7 +466,7 @@ class AlgorithmSettings(ps.Checked):
         """
         return config
 
-    def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
+    def rehearsed(self, space: str) -> "tuple[AlgorithmSettings, float]":
         """Settings with the same requests to clients and little work at the server, for a dry run.
 
         Args:
@@ -684,7 +681,7 @@ class Deployment(Runtime):
     connect_s: opt.Positive
     superlink: ps.Text | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude a deployment without a SuperLink."""
         yield (
             self.superlink is None,
@@ -743,7 +740,7 @@ class Config(ps.Checked):
     evaluation: EvaluationSettings
     trackers: Annotated[list[Annotated[str, ps.OneOf(TRACKERS)]], ps.Distinct()]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> ps.Conflicts:
         """Exclude impossible numbers of clients per round; see also ``settings.incompatible``."""
         number = self.sampling.per_round if self.sampling else 0.0
         yield (
@@ -761,6 +758,31 @@ class Config(ps.Checked):
     def dp(self) -> DifferentialPrivacy | None:
         """Settings of differential privacy; None in a run without it."""
         return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
+
+    @property
+    def private_data_set(self) -> str | None:
+        """Id of the data set in the private sites' policies; None without privacy."""
+        return self.dp.data_set if self.dp else None
+
+    @property
+    def by_client(self) -> bool:
+        """True if the unit of privacy is the client."""
+        return self.dp is not None and self.dp.unit == names.CLIENT
+
+    @property
+    def by_record(self) -> bool:
+        """True if the unit of privacy is the record or the person."""
+        return self.dp is not None and self.dp.unit != names.CLIENT
+
+    @property
+    def searches(self) -> bool:
+        """True if there is a search stage."""
+        return "search" in self.stages and not isinstance(self.algorithm, GivenNetwork)
+
+    @property
+    def retrains(self) -> bool:
+        """True if there is a retrain stage."""
+        return "retrain" in self.stages
 
     @property
     def asked(self) -> int:

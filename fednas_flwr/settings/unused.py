@@ -42,7 +42,7 @@ def _fixed(c: Config) -> bool:
 def _measures(c: Config) -> bool:
     """Return true if a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
-    return tests or (facts.searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
+    return tests or (c.searches and getattr(c.algorithm, "evaluate_every", 0) > 0)
 
 
 def _rewards(c: Config) -> bool:
@@ -52,7 +52,7 @@ def _rewards(c: Config) -> bool:
 
 def _has_alphas(c: Config) -> bool:
     """Return true if there is a search whose noise of alphas is calibrated."""
-    return facts.searches(c) and getattr(c.privacy, "alphas").noise_multiplier is None  # noqa: B009
+    return c.searches and getattr(c.privacy, "alphas").noise_multiplier is None  # noqa: B009
 
 
 def _is_shared(c: Config, kind: str) -> bool:
@@ -73,7 +73,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rounds search_space.norm evaluation.baselines evaluation.deliver",
-        lambda c: not facts.searches(c),
+        lambda c: not c.searches,
         "algorithm={c.algorithm.name} and stages={c.stages}, which do not search",
     ),
     Rule(
@@ -90,7 +90,7 @@ RULES: tuple[Rule, ...] = (
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
         "training.momentum training.class_factors training.loss "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
-        lambda c: not facts.retrains(c) and algorithm_of(c).trains is None,
+        lambda c: not c.retrains and algorithm_of(c).trains is None,
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",
     ),
     # Networks.
@@ -102,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "search_space= search_space.channels search_space.num_cells",
-        lambda c: not (facts.searches(c) or _fixed(c)) and c.retrain.channels is not None,
+        lambda c: not (c.searches or _fixed(c)) and c.retrain.channels is not None,
         "retrain.channels={c.retrain.channels}, by which the network has sizes of its own",
     ),
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
@@ -120,8 +120,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training.momentum",
         lambda c: (
-            (not facts.retrains(c) or facts.retrains_by_gradients(c))
-            and not (facts.searches(c) and c.algorithm.trains_models)
+            (not c.retrains or facts.retrains_by_gradients(c))
+            and not (c.searches and c.algorithm.trains_models)
         ),
         "stages={c.stages} and retrain.exchange={c.retrain.exchange}: clients send no models",
         "remove it; along gradients the server steps with the momentum of algorithm.weights and "
@@ -159,13 +159,13 @@ RULES: tuple[Rule, ...] = (
     # Privacy.
     Rule(
         "algorithm.local_epochs algorithm.search.local_epochs retrain.local_epochs",
-        facts.by_record,
+        lambda c: c.by_record,
         "privacy=dp, whose clients take noised steps",
         "remove it, and set privacy.local_steps, of retraining privacy.retrain.local_steps",
     ),
     Rule(
         "privacy.weights privacy.alphas privacy.local_steps privacy.rate privacy.search_share",
-        lambda c: not facts.searches(c) or algorithm_of(c).trains is None,
+        lambda c: not c.searches or algorithm_of(c).trains is None,
         "algorithm={c.algorithm.name} and stages={c.stages}, whose search asks clients nothing",
     ),
     Rule(
@@ -197,7 +197,7 @@ RULES: tuple[Rule, ...] = (
             c.dp
             and not (
                 _is_shared(c, "rewards")
-                and (facts.retrains(c) if algorithm_of(c).retraining is None else _has_alphas(c))
+                and (c.retrains if algorithm_of(c).retraining is None else _has_alphas(c))
             )
         ),
         "noise of rewards that is given, or has no other beside it",

@@ -10,8 +10,6 @@ frozen tensors, too. :class:`AdapterSpace` gives the supernet and the derived ne
 Tensor suffixes: B batch, E stages, O ops, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,11 +63,11 @@ class AdapterSpace(SearchSpace):
         """The stages, a chain."""
         return tuple((stage, stage + 1) for stage in range(len(self.frozen().stages())))
 
-    def body(self) -> AdaptedNetwork:
+    def body(self) -> "AdaptedNetwork":
         """Build the body of a supernet."""
         return AdaptedNetwork(self, [self.ops] * len(self.edges))
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> AdaptedNetwork:
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> "AdaptedNetwork":
         """Build the derived network."""
         return AdaptedNetwork(self, [(edge.op,) for edge in genotype.cells[CELL]])
 
@@ -124,7 +122,7 @@ class AdaptedNetwork(SkipNetwork):
         """Return the stages of the frozen network."""
         return self._frozen[0].stages()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> AdaptedNetwork:
+    def _apply(self, fn: Any, recurse: bool = True) -> "AdaptedNetwork":
         """Move the frozen tensors along with the network's own."""
         self._frozen[0]._apply(fn)  # type: ignore[no-untyped-call]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -9,8 +9,6 @@ whole networks.
 Tensor suffixes: E blocks, O ops.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,7 +96,7 @@ class HardwareLoss:
     costs: Costs
 
     @classmethod
-    def of(cls, costs: Costs, terms: Hardware) -> HardwareLoss:
+    def of(cls, costs: Costs, terms: Hardware) -> "HardwareLoss":
         """Build the loss for a supernet's costs.
 
         Raises:

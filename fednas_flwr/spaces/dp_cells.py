@@ -9,8 +9,6 @@ derived network, with one op per edge. Equal parts have equal names in their sta
 Tensor suffixes: B batch, C channels, H height, W width, E edges, O ops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.settings import parser, registry
+from fednas_flwr.settings import optimizers, parser, registry
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
-from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.spaces import cell_graph, darts, operations
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.space import CELL, SearchSpace
@@ -68,7 +65,7 @@ class DPCellSpace(SearchSpace):
     routes = cell_graph.routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
-    head: Count = 128
+    head: optimizers.Count = 128
     activation: str = "tanh"
     norm: Annotated[Norm, parser.OneOf(NORMS)] = GROUP
 
@@ -83,7 +80,7 @@ class DPCellSpace(SearchSpace):
                 "each at least 1: one for each cell."
             )
 
-    def body(self) -> DPCellNetwork:
+    def body(self) -> "DPCellNetwork":
         """Build the body of a supernet, with the weights of all ops on all edges.
 
         With a path it computes only that path. Without one the supernet is the relaxation of DARTS
@@ -92,7 +89,7 @@ class DPCellSpace(SearchSpace):
         ops = [self.ops] * len(EDGES)
         return DPCellNetwork(self, ops, groups=SEARCH_GROUPS, near_identity=True)
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> DPCellNetwork:
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> "DPCellNetwork":
         """Build the derived network."""
         ops = [[edge.op] for edge in genotype.cells[CELL]]
         return DPCellNetwork(self, ops, groups=TRAINING_GROUPS)

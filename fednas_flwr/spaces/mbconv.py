@@ -14,8 +14,6 @@ block, and the derived network, with one. Equal parts have equal names in their 
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C channels.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,7 +184,7 @@ class MBConvSpace(SearchSpace):
         classifier = Layer("classifier", head.output_shape, (self.num_classes,))
         return Plan((stem, first), tuple(blocks), (head, classifier))
 
-    def body(self) -> MBConvNetwork:
+    def body(self) -> "MBConvNetwork":
         """Build the body of a supernet."""
         return MBConvNetwork(self.plan, norm=self.norm)
 
@@ -211,7 +209,7 @@ class MBConvSpace(SearchSpace):
                     f"block {edge.target} cannot be {edge.op}: it changes the size or the channels."
                 )
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> MBConvNetwork:
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> "MBConvNetwork":
         """Build the derived network."""
         pairs = zip(self.plan.blocks, self.path(genotype), strict=True)
         chosen = tuple((row[op],) for row, op in pairs)

@@ -11,8 +11,6 @@ edge.
 Tensor suffixes: B batch, E edges, O ops.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,11 +53,11 @@ class NASBench201Space(SearchSpace):
     channels: Count = 16
     num_cells: Count = 5
 
-    def body(self) -> NASBench201Network:
+    def body(self) -> "NASBench201Network":
         """Build the body of a supernet; its norms have no affine part."""
         return NASBench201Network(self)
 
-    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> NASBench201Network:
+    def discrete(self, genotype: Genotype, *, auxiliary: bool) -> "NASBench201Network":
         """Build a discrete network."""
         return NASBench201Network(self, genotype.cells[CELL])
 

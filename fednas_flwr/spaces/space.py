@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, show
-from fednas_flwr.settings import parser, registry
-from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Norm
-from fednas_flwr.settings.optimizers import Count
+from fednas_flwr.settings import names, optimizers, parser, registry
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.spaces.operations import OpWeights, SkipNetwork, zeroed
@@ -134,9 +132,9 @@ class SearchSpace(parser.Checked):
     has_auxiliary: ClassVar[bool] = False
 
     input_shape: tuple[int, ...]
-    num_classes: Count
-    norm: Annotated[Norm, parser.OneOf(NORMS)] = BATCH
-    skip: Annotated[str, parser.OneOf(SKIPS)] = NO_SKIP
+    num_classes: optimizers.Count
+    norm: Annotated[names.Norm, parser.OneOf(names.NORMS)] = names.BATCH
+    skip: Annotated[str, parser.OneOf(names.SKIPS)] = names.NO_SKIP
     own_ops: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -320,7 +318,7 @@ class SearchSpace(parser.Checked):
 
     def _with_skip(self, network: SkipNetwork) -> SkipNetwork:
         """Put the space's skip into a network."""
-        if self.skip == LINEAR:
+        if self.skip == names.LINEAR:
             sizes = (math.prod(self.input_shape), self.num_classes)
             empty = nn.Linear(*sizes, device="meta")  # draws nothing: all else stays the same
             network.skip = zeroed(empty.to_empty(device=torch.get_default_device()))

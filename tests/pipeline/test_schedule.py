@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.pipeline.schedule import for_data, make_schedules
@@ -131,8 +130,8 @@ def test_each_stage_is_told_the_terms_of_its_own_releases(compose_config, federa
     sites = f"privacy.sites={tmp_path}"
     config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20", sites)
     schedule = make_schedule(config, RECORDS, done={})
-    assert data_set_of(config) == "records"
-    assert data_set_of(compose_config("algorithm=fnas")) is None
+    assert config.private_data_set == "records"
+    assert compose_config("algorithm=fnas").private_data_set is None
     federation = federate(config)
     strategy = make_search(config, federation.data[0], federation.cohort, schedule=schedule)
     for item in schedule:

@@ -6,7 +6,6 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, DPCells, NoPrivacy, names, parser
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import retrains, searches
 from fednas_flwr.settings.registry import NO_ALPHAS, Algorithm, Rule, register
 
 SAMPLERS = ("controller", "random")
@@ -47,7 +46,7 @@ class DPNASSettings(AlgorithmSettings):
     def check(self, config: Config) -> None:
         """Refuse search spaces other than that of DPNAS, and batch norm."""
         space = config.search_space
-        if searches(config) and (not isinstance(space, DPCells) or space.norm != "group"):
+        if config.searches and (not isinstance(space, DPCells) or space.norm != "group"):
             raise ConfigError(
                 f"algorithm={self.name} with search_space={space.name} norm={space.norm}: "
                 "candidates share weights, so that statistics of batches would be other "
@@ -58,7 +57,7 @@ class DPNASSettings(AlgorithmSettings):
 _UNUSED = (
     Rule(
         "training.precision",
-        lambda c: c.algorithm.dp_aware is not None and not retrains(c),
+        lambda c: c.algorithm.dp_aware is not None and not c.retrains,
         "algorithm.dp_aware, which clips gradients of single records, in float32",
         "remove it, or set algorithm.dp_aware=null",
     ),

@@ -1,7 +1,7 @@
 """FDNAS and CFDNAS: federated ProxylessNAS by weighted averaging, over all clients or groups."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -9,8 +9,7 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware, LocalEpochs, names
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.parser import Between, OneOf, within
+from fednas_flwr.settings.parser import Between, Conflicts, OneOf, within
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 GROUPINGS = ("tag", "hardware", "alphas")
@@ -31,7 +30,7 @@ class FDNASSettings(LocalEpochs):
     alphas: opt.Adam
     hardware: Hardware | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Refuse weight decay of the alphas."""
         decay = self.alphas.weight_decay
         reason = "0: ops that are not sampled must keep their probabilities"
@@ -39,7 +38,7 @@ class FDNASSettings(LocalEpochs):
 
     def check(self, config: Config) -> None:
         """Refuse search spaces other than that of blocks."""
-        if searches(config) and not isinstance(config.search_space, BlockSpace):
+        if config.searches and not isinstance(config.search_space, BlockSpace):
             raise ConfigError(
                 f"algorithm={config.algorithm.name} with search_space={config.search_space.name}: "
                 "it samples paths of blocks; set search_space=mbconv retrain=mbconv."

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fednas_flwr.algorithms.fed_darts import RULES
-from fednas_flwr.settings import AlgorithmSettings, incompatible, names, registry
+from fednas_flwr.settings import AlgorithmSettings, names, registry
 from fednas_flwr.settings import optimizers as opt
 
 
@@ -36,7 +36,7 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
 _UNUSED = (
     registry.Rule(
         "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
-        lambda c: not incompatible.searches(c),
+        lambda c: not c.searches,
         "stages={c.stages}, which lack search",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs, incompatible, names, parser
+from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs, names, parser
 from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
 
 REWARDED = ("local", "averaged")  # the rewarded models: each client's own, or their average
@@ -81,7 +81,7 @@ register(
         unused=(
             Rule(
                 "runtime.wire",
-                lambda c: not (c.algorithm.trains_models or incompatible.retrains(c)),
+                lambda c: not (c.algorithm.trains_models or c.retrains),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
             NO_ALPHAS,

@@ -73,7 +73,7 @@ class ScoredDraws:
 
     def _trained(self) -> SearchSpace:
         """The space at the sizes of a retrained network; at the supernet's without retraining."""
-        if "retrain" not in self.config.stages and self.config.evaluation.deliver == FOUND:
+        if not self.config.retrains and self.config.evaluation.deliver == FOUND:
             return self.space
         anything = self.space.random_genotype(torch.Generator())
         return described_space(describe_network(self.config, self.prepared, anything))[0]

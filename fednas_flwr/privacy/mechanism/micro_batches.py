@@ -9,8 +9,6 @@ rounded alike at every position of a micro-batch and beside every neighbour.
 Tensor suffix: B rows of a micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ class ClippedSum(dict[str, Tensor]):
         self.norm = norm
 
     @classmethod
-    def side_by_side(cls, sums: Mapping[str, ClippedSum]) -> ClippedSum:
+    def side_by_side(cls, sums: "Mapping[str, ClippedSum]") -> "ClippedSum":
         """Return sums over the same units as one, by ``<key>.<name>``; squares of norms add up."""
         tensors = {f"{key}.{name}": t for key, of in sums.items() for name, t in of.items()}
         return cls(tensors, norm=math.hypot(*(of.norm for of in sums.values())))

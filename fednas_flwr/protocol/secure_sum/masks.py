@@ -15,8 +15,6 @@ secret. Fewer values than the threshold are uniform whatever the secret is: :fun
 :func:`rebuild`.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +72,7 @@ class Grid:
     sites: int
 
     @classmethod
-    def of_range(cls, most: float, *, sites: int) -> Grid:
+    def of_range(cls, most: float, *, sites: int) -> "Grid":
         """Return the finest grid modulo 2^32 on which each of ``sites`` sites can have ``+-most``.
 
         Raises:

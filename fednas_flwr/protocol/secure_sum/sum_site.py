@@ -4,8 +4,6 @@ Before anything is sent, it is recorded in an sqlite file whose every commit is 
 :class:`SumSite`.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import sqlite3
@@ -85,7 +83,7 @@ class SumSite:
         self._keys, self._journal = keys, journal
 
     @classmethod
-    def of_node(cls, index: int, node: Mapping[str, str], terms: SumTerms) -> SumSite:
+    def of_node(cls, index: int, node: Mapping[str, str], terms: SumTerms) -> "SumSite":
         """Return the site of a node that names its files.
 
         Args:
@@ -107,7 +105,7 @@ class SumSite:
         roster, keys, sums = (Path(node[key]) for key in NODE_KEYS)
         return cls(index, SiteKeys.at(keys), Roster.read(roster), terms, sums)
 
-    def begin(self, *, participants: Sequence[int], **place: Any) -> Answer:
+    def begin(self, *, participants: Sequence[int], **place: Any) -> "Answer":
         """Record that a context is answered, before the action reads a record.
 
         Args:
