@@ -104,7 +104,7 @@ def export(run_folder: Path, *, to: Path) -> None:
     """Put a run's model and its card, as a README, into a folder to publish.
 
     Args:
-        run_folder: folder of a run
+        run_folder: folder of a run, or of a model that a site keeps
         to: a new folder
     """
     from fednas_flwr.report.model_card import export_model

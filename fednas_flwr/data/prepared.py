@@ -125,7 +125,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
             "dataset and in every site's dataset.yaml; scattering is left to these with "
             "dataset.scattering=null."
         )
-    label = ""
+    label = classes[0] if schema and target else ""  # a number is named after its column
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
     form = [len(classes)] if properties["multi_label"] else []

@@ -29,7 +29,7 @@ from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, ag
 from fednas_flwr.data.table_files import SITES_FILE, Form, Texts, unused
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
-from fednas_flwr.settings.names import TABLE_SUFFIXES
+from fednas_flwr.settings.names import MISSING_RULES, TABLE_SUFFIXES
 from fednas_flwr.settings.parser import parse_changes
 
 _EVERYWHERE = "all"
@@ -262,6 +262,8 @@ def difference(columns: Sequence[Column], usual: Sequence[Column]) -> str:
         other = theirs.get(name, column)
         if column.kind != other.kind:
             said.append(f"{name} is a {column.kind} there and a {other.kind} at the others")
+        elif column.indicator != other.indicator:
+            said.append(f"{name} has missing={MISSING_RULES[column.indicator]} there alone")
         elif column.categories != other.categories:
             codes, known = column.categories, other.categories
             said.append(f"{name} has {listed(codes)} there and {listed(known)} at the others")
@@ -332,15 +334,10 @@ def _are_recoded(codes: Sequence[str], others: Sequence[str]) -> bool:
 
 def _nearest(code: str, codes: Sequence[str]) -> str:
     """Return the code most like another by yes or no, beginning or spelling; ``?`` if none is."""
-    lower = {other.lower(): other for other in codes}
-    meaning = YES_NO.get(code.lower(), "?")
-    for other in lower:
-        if YES_NO.get(other) == meaning:
-            return lower[other]
-    for other in lower:
-        if code.lower()[:1] == other[:1]:
-            return lower[other]
-    near = difflib.get_close_matches(code.lower(), lower, n=1)
+    code, lower = code.lower(), {other.lower(): other for other in codes}
+    near = [other for other in lower if YES_NO.get(other) == YES_NO.get(code, "?")]
+    near += [other for other in lower if other[:1] == code[:1]]
+    near += difflib.get_close_matches(code, lower, n=1)
     return lower[near[0]] if near else "?"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.runs.events import Event, EventLog, Listener, read_events
+from fednas_flwr.runs.events import Event, EventLog, Listener, read_events, reason_of
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import occupied
 from fednas_flwr.server.cohort import QuorumError
@@ -73,19 +73,15 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
                 events.append(event)
                 for listener in listeners:
                     listener(event)
-    except BaseException:  # also Ctrl-C: without its launcher nobody would stop the run
+    except BaseException as error:  # also Ctrl-C: without its launcher nobody would stop the run
         with suppress(RuntimeError):
             _flwr_json("stop", run_id, superlink)
+        _complete(folder, events, reason_of(error))
         raise
-    file = folder / EVENTS_FILE  # written here, too, if the SuperLink's run folder is elsewhere
-    if events and not (file.exists() and events[-1] in read_events(file)):
-        with file.open("a") as stream:
-            stream.writelines(json.dumps(event) + "\n" for event in events)
-        write_report(folder)
     status, details = _status(run_id, superlink)
-    if status != "finished:completed":
-        otherwise = f"{details} ({status})"
-        _tell_end(folder, otherwise, listeners)
+    otherwise = "" if status == "finished:completed" else f"{details} ({status})"
+    _complete(folder, events, otherwise, *listeners)
+    if otherwise:
         raise _failure(events, otherwise) from RuntimeError(
             "the server app's log:\n" + "\n".join(log)
         )
@@ -104,12 +100,10 @@ def write_run_config(path: Path, config: Config, *, resumed: bool) -> Path:
 
 def read_event(line: str) -> Event | None:
     """Return the event in a line of the log; None for one of Flower's own lines."""
-    if not line.startswith(EVENT_MARK):
-        return None
-    try:
-        return json.loads(line.removeprefix(EVENT_MARK))
-    except ValueError:
-        return None
+    with suppress(ValueError):
+        if line.startswith(EVENT_MARK):
+            return json.loads(line.removeprefix(EVENT_MARK))
+    return None
 
 
 def read_status(listing: dict[str, Any]) -> tuple[str, str]:
@@ -128,14 +122,23 @@ def _failure(events: list[Event], otherwise: str) -> Exception:
     return known[kind](text) if kind in known else RuntimeError(reason)
 
 
-def _tell_end(folder: Path, reason: str, listeners: list[Listener]) -> None:
-    """Write why the run has ended, if its server was killed before it could write this."""
+def _complete(folder: Path, events: list[Event], reason: str, *listeners: Listener) -> None:
+    """Write the events here, too, if the SuperLink's run folder is elsewhere, then a report.
+
+    If a reason is given, and the server was killed before it could write why the run has ended,
+    the reason is written.
+    """
     file = folder / EVENTS_FILE
-    with suppress(ConfigError), occupied(folder):  # occupied if somebody has continued the run
-        events = read_events(file) if file.exists() else []
-        ends = [event for event in events if event["event"] in ("run_started", "run_finished")]
-        if ends and ends[-1]["event"] == "run_started":
-            seconds = events[-1]["elapsed"] - ends[-1]["elapsed"]
+    with suppress(ConfigError), occupied(folder):  # occupied if the server still writes
+        known = read_events(file) if file.exists() else []
+        if events and events[-1] not in known:
+            known += events
+            with file.open("a") as stream:
+                stream.writelines(json.dumps(event) + "\n" for event in events)
+            write_report(folder)
+        ends = [event for event in known if event["event"] in ("run_started", "run_finished")]
+        if reason and ends and ends[-1]["event"] == "run_started":
+            seconds = known[-1]["elapsed"] - ends[-1]["elapsed"]
             with EventLog(file, listeners) as log:
                 log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
             write_report(folder)

@@ -15,11 +15,12 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import score_tables, templates
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import records_of
-from fednas_flwr.runs.numbers import SCORES, Run, read_run
+from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
+CARD_FILE, KEPT_FILE = "MODEL_CARD.md", "model.safetensors"  # as they return to sites
 PUBLISHED = "snapshot_download('<user>/<model>')"  # from huggingface_hub
 
 
@@ -30,27 +31,35 @@ def write_model_card(run_folder: Path) -> Path:
         ConfigError: The folder holds no events.jsonl.
     """
     place = json.dumps(run_folder.resolve().name, ensure_ascii=False)
-    return write_atomically(run_folder / "MODEL_CARD.md", _card(read_run(run_folder), place))
+    return write_atomically(run_folder / CARD_FILE, _card(read_run(run_folder), place))
 
 
 def card_of(run_folder: Path) -> str:
     """Return the card that goes to the sites with the model at the end of a run."""
     run = read_run(run_folder)
     ended = run.events[-1] | {"event": "run_finished", "status": "completed"}
-    return _card(replace(run, events=[*run.events, ended]), '"<this folder>"')
+    sent = run.last("exported") | {"files": [KEPT_FILE]}
+    return _card(replace(run, events=[*run.events, sent, ended]), '"<this folder>"')
 
 
 def export_model(run_folder: Path, to: Path) -> list[Path]:
     """Make a new folder that is ready to be published as a model repository; return its files.
 
     They are the model's files, its genotype, and the card as ``README.md`` in the form of the
-    Hugging Face Hub, with the results as metadata. None of them names a path of this machine.
+    Hugging Face Hub, with the results as metadata. None of them names a path of this machine. Of a
+    model that a site keeps they are the file and the card as they were signed; results on the
+    site's records stay there.
 
     Raises:
         ConfigError: The run has exported no model, or the folder exists or cannot be made.
     """
-    run = read_run(run_folder)
-    files = [Path(name).name for name in run.last("exported").get("files") or []]
+    kept = run_folder / CARD_FILE
+    if kept.is_file() and not (run_folder / EVENTS_FILE).exists():
+        files, card = [KEPT_FILE], kept.read_text(encoding="utf-8")
+    else:
+        run = read_run(run_folder)
+        files = [Path(name).name for name in run.last("exported").get("files") or []]
+        card = f"---\n{_metadata(run).to_yaml()}\n---\n\n{_card(run, PUBLISHED)}"
     if not files:
         raise ConfigError(f"{run_folder} has no exported model: let its stage export run.")
     try:
@@ -60,7 +69,6 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
     copied = [to / name for name in (*files, "genotype.json") if (run_folder / name).is_file()]
     for path in copied:
         shutil.copyfile(run_folder / path.name, path)
-    card = f"---\n{_metadata(run).to_yaml()}\n---\n\n{_card(run, PUBLISHED)}"
     return [*copied, write_atomically(to / "README.md", card)]
 
 

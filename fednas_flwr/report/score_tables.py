@@ -66,6 +66,8 @@ def scores(run: Run) -> list[tuple[str, str]]:
 def setting_rows(run: Run) -> list[tuple[str, str]]:
     """Return name and value of each setting that took effect."""
     settings = run.settings
+    if run.privacy:  # what the sites promise, which may be more than was asked for
+        settings["privacy"] = run.group("privacy") | {"unit": sentence("unit", run.privacy)}
     shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
     return [(name, setting_text(value)) for name, value in shown.items() if value not in (None, [])]
 
@@ -307,10 +309,8 @@ def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
 
 def _rates_text(rates: list[float]) -> str:
     """Return the rate of a release, or the range of the clients' rates."""
-    if not rates:
-        return "not recorded"
-    least, largest = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
-    return least if least == largest else f"{least} to {largest}"
+    ends = [min(rates), max(rates)] if rates else []
+    return " to ".join(dict.fromkeys(f"{rate:.3g}" for rate in ends)) or "not recorded"
 
 
 def phase_table(phases: Sequence[Event]) -> HeadAndRows:

@@ -7,6 +7,7 @@ a resume.
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,8 +20,16 @@ from fednas_flwr.base.memory import peak_memory
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-# Ways in which a process is stopped from outside; Flower's process ends by SystemExit.
-STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
+# Ways in which a run is stopped from outside. Flower ends the app of a stopped run by SystemExit
+# or, if another thread of it asks first, by refusing its token.
+STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "stopped, as by Ctrl-C"}
+REFUSED = re.compile(r"Client error '401 Unauthorized' for url '\S+/v1/runtime/")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a run's end, for the event ``run_finished``."""
+    kind = SystemExit if REFUSED.match(str(error)) else type(error)
+    return STOPPED.get(kind) or f"{type(error).__name__}: {error}"
 
 
 class EventLog(AbstractContextManager["EventLog"]):
@@ -78,8 +87,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         try:
             yield
         except BaseException as error:
-            status = "failed"
-            reason = STOPPED.get(type(error)) or f"{type(error).__name__}: {error}"
+            status, reason = "failed", reason_of(error)
             raise
         finally:
             ended = {"status": status, "reason": reason, "seconds": time.monotonic() - started}

@@ -22,6 +22,7 @@ import torch
 from flwr.app import Message
 
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
+from fednas_flwr.data.records import feature_names
 from fednas_flwr.data.site_tables import difference
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -213,11 +214,15 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
             unfit[client] = f"its columns are not those of the others: {difference(schema, other)}"
             continue
         key = next(key for key in keys if properties[client][key] != properties[like][key])
+        ours, theirs = properties[client][key], properties[like][key]
+        if schema and key in ("mean", "std") and len(ours) == len(theirs):  # name the columns
+            columns = zip(feature_names(schema), ours, theirs, strict=False)
+            apart = [(name, a, b) for name, a, b in columns if a != b]
+            ours, theirs = ({row[0]: row[i] for row in apart} for i in (1, 2))
         unfit[client] = (
-            f"its {key}={properties[client][key]} is not that of the others, "
-            f"{properties[like][key]}: set the dataset's class_names, labels, image_size, "
-            "channels, scattering or backbone and flip, columns, mean and std, or statistics to "
-            "those of all sites"
+            f"its {key}={ours} is not that of the others, {theirs}: set the dataset's class_names, "
+            "labels, image_size, channels, scattering or backbone and flip, columns, mean and std, "
+            "ranges, target_range or statistics to those of all sites"
         )
     return unfit
 

@@ -122,6 +122,7 @@ def test_sites_that_say_yes_in_other_words_are_asked_to_join(tmp_path):
 
 
 AGE, CHOL, SEX = Column("age"), Column("chol"), Column("sex", CATEGORY, ("F", "M"))
+FLAGGED = Column("chol", indicator=True)
 DIFFERENT = {
     "spelled": (
         (AGE, Column("cholesterol"), Column("sex", CATEGORY, ("female", "male"))),
@@ -138,6 +139,7 @@ DIFFERENT = {
         "sex has F, M, U there and F, M at the others; lines of its dataset.yaml that would join "
         'it, to be checked: categories: {"sex": ["F", "M", "U"]}',
     ),
+    "a rule": ((AGE, FLAGGED, SEX), "chol has missing=indicator there alone"),
     "order": ((CHOL, AGE, SEX), "their order must be age, chol, sex"),
 }
 

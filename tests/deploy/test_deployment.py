@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from flwr.common.config import parse_config_args
 from fednas_flwr.api import execute
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.prepared import make_server_data
+from fednas_flwr.data.records import Column
 from fednas_flwr.deploy import deployment, server_app
 from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
 from fednas_flwr.deploy.client_app import site_config
@@ -27,7 +29,7 @@ from fednas_flwr.deploy.deployment import deploy, print_event, read_event, read_
 from fednas_flwr.protocol.keys import SIGNING_KEY, make_signing_key
 from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
 from fednas_flwr.protocol.requests import Describe
-from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.events import STOPPED, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError
@@ -153,15 +155,17 @@ def deployed_config(tmp_path, compose_config):
     return create_run_folder(compose_config(*DEPLOYMENT, f"run_dir={tmp_path / 'run'}"))
 
 
-def test_events_of_another_machine_are_seen_once_each_and_kept_here(fake_flwr, deployed_config):
+@pytest.mark.parametrize("here", [False, True])
+def test_events_are_seen_once_each_and_kept_in_the_run_folder(fake_flwr, deployed_config, here):
     events = [STARTED, STAMP | {"event": "warning", "message": "it is slow"}, FINISHED]
-    folder = fake_flwr(events, "finished:completed", "N/A")
+    folder, run_dir = fake_flwr(events, "finished:completed", "N/A"), deployed_config.folder
+    if here:  # the SuperLink is on this machine
+        (run_dir / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
     seen: list[dict] = []
     deploy(deployed_config, listeners=[seen.append], resumed=False)
     assert seen == events
-    run_dir = Path(str(deployed_config.run_dir))
     assert read_events(run_dir / "events.jsonl") == events
-    assert (run_dir / "report.html").exists()
+    assert (run_dir / "report.html").exists() == (not here)
     commands = (folder / "commands").read_text().splitlines()
     assert commands[0].startswith(f"run {run_dir / 'bundle'} site -c ")
     assert [command.split()[0] for command in commands[1:]] == ["log", "ls", "log", "ls", "ls"]
@@ -176,15 +180,6 @@ def test_a_model_elsewhere_has_no_baselines_here(fake_flwr, tmp_path, compose_co
     (told,) = (line for line in lines if "evaluation.baselines=2" in line)
     assert f"fednas run resume={folder}" in told
     assert not (folder / "baselines").exists()
-
-
-def test_events_of_this_machine_are_not_written_twice(fake_flwr, deployed_config):
-    fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
-    file = Path(str(deployed_config.run_dir)) / "events.jsonl"
-    text = f"{json.dumps(STARTED)}\n{json.dumps(FINISHED)}\n"
-    file.write_text(text)
-    deploy(deployed_config, listeners=[], resumed=False)
-    assert file.read_text() == text
 
 
 LOST = "ServerApp failed with exception: No module named 'fednas_flwr'"
@@ -214,6 +209,8 @@ def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
     stop = [stop_at("run_started")]
     refuses("", deploy, deployed_config, listeners=stop, resumed=False, error=KeyboardInterrupt)
     assert (folder / "commands").read_text().splitlines()[-1] == "stop 7 site --format json"
+    begun, ended = read_events(deployed_config.folder / "events.jsonl")
+    assert (begun, ended["status"], ended["reason"]) == (STARTED, "failed", "stopped by Ctrl-C")
 
 
 def test_unknown_superlink_is_one_sentence(fake_flwr, deployed_config):
@@ -245,6 +242,16 @@ def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
     server_app.main(grid, server_context(config, resumed=True))
     assert starts() == [False, True]
     assert len(read_run(tmp_path / "run").of_kind("round")) == config.rounds
+
+
+def test_a_run_that_flower_has_ended_is_recorded_as_stopped(tmp_path, compose_config, monkeypatch):
+    config = compose_config("stages=[search]", f"run_dir={tmp_path / 'run'}")
+    asked = httpx.Request("POST", "https://127.0.0.1:8000/v1/runtime/pull-messages")
+    grid, answer = in_process(config), httpx.Response(401, request=asked)
+    monkeypatch.setattr(grid, "pull_messages", lambda _: answer.raise_for_status())
+    context = server_context(config, resumed=False)
+    refuses("401", server_app.main, grid, context, error=httpx.HTTPStatusError)
+    assert read_run(config.folder).reason == STOPPED[SystemExit]
 
 
 def test_server_app_makes_a_missing_folder(tmp_path, compose_config):
@@ -343,6 +350,8 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config
     properties = empty | {"input_shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3}
     properties |= {"class_names": ["0", "1", "2"], "multi_label": False}
     assert make_server_data(config, properties).num_classes == 3
+    number = {"schema": [Column("age")], "target": [0.5, 0.1], "class_names": ["days"]}
+    assert make_server_data(config, properties | number).train.label == "days"
     public = replace(config.dataset, server_test=True)
     other = properties | {"class_names": ["0", "1", "2", "3"]}
     refuses("the server's test set", make_server_data, replace(config, dataset=public), other)
@@ -403,6 +412,9 @@ def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, mo
         assert tested["accuracy"] == pytest.approx(own["accuracy"])
     output = tmp_path / "predictions.csv"
     assert "50 records" in prints("predict", folder, sites / "a.npz", "--output", output)
+    names = [Path(line).name for line in prints("export", folder, "--to", tmp_path / "to").split()]
+    assert names == ["model.safetensors", "README.md"]
+    assert "Files: model.safetensors.\n" in (tmp_path / "to" / "README.md").read_text()
     assert len(output.read_text().splitlines()) == 51
 
 

@@ -225,6 +225,18 @@ def test_sites_with_other_classes_of_images_are_told_of_gradients(other):
     assert ("retrain.exchange=gradients" in sentence("attention", run)) == (not other)
 
 
+RELEASED = [({"error": 0.0412, "auroc": None}, "tells no AUROC, as noise gives that")]
+RELEASED += [({"error": 0.01, "auroc": 0.8}, ""), ({}, "its counts are hardly more than noise")]
+
+
+@pytest.mark.parametrize(("released", "told"), RELEASED)
+def test_a_booked_release_of_scores_that_tells_nothing_is_named(released, told):
+    planned = {"event": "privacy", "schedule": [{"kind": "scores"}, {}], "clients": []}
+    run = Run(Path(), {}, [planned, {"event": "evaluated", "released": released}])
+    said = sentence("attention", run)
+    assert (told in said, bool(said)) == (True, bool(told))
+
+
 def test_what_privacy_costs_is_one_sentence(make_run):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)])
     private = with_resamples(make_run("eps8", accuracy=0.8, private=True), [0.8] * 41)

@@ -186,9 +186,11 @@ def test_a_resumed_private_run_says_that_its_table_holds_the_rest(make_run):
     assert "since the run was resumed" not in Page(write_report(folder)).text
     accepted = read_run(folder).privacy
     rest = [accepted["schedule"][0] | {"steps": 77}]
+    clients = [promise | {"unit": "person"} for promise in accepted["clients"]]
     made.emit(folder, "run_started", resumed=True)
-    made.emit(folder, "privacy", schedule=rest, clients=accepted["clients"])
+    made.emit(folder, "privacy", schedule=rest, clients=clients)
     _, text = page_of(folder)
+    assert dict(score_tables.setting_rows(read_run(folder)))["privacy.unit"] == "person"
     assert "What is released, at most, since the run was resumed" in text
     assert "counts as booked before" in text
     assert "1,200" not in text
@@ -204,7 +206,7 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run):
     shown = dict(score_tables.setting_rows(read_run(made.with_events(folder, without_round_3))))
     told = [shown[name] for name in ("rounds", "retrain.rounds", "clients")]
     assert told == ["2 of 3", "0 of 2", "3, 1 left before the end"]
-    parts = ("Not all of it was released", "Search, 2 of 3 rounds")
+    parts = ("Not all of it was released", "Search, 2 of 3 rounds", "Clients that took part: 3, 1")
     assert lacking(page_of(folder)[1], *parts) == []
 
 

@@ -45,6 +45,7 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(make_run):
         *("The clients were simulated on one machine", "a Renyi filter", "Poisson sampling"),
         *("one record of one client, added or removed", "PRV accountant of dp-accounting"),
         "15 test records, as they declare",
+        "- Clients that took part: 3, 1 left before the end.",
         "| mean accuracy over clients, noised | 49.0 % |",
         "| client 1 left the run | its budget has ended |",
         "from -5.0 % to 103.0 % with the noise that they added",

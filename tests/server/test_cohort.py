@@ -294,10 +294,12 @@ def test_a_site_with_other_columns_is_named_with_the_lines_that_join_it(federati
     )
 
 
-SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
+SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"], "mean": [0.0, 50.0]}
+SHAPE |= {"schema": [asdict(Column("age")), asdict(Column("chol"))]}
 
 
-UNLIKE = [{"input_shape": [1, 8, 8]}, {"class_names": ["0", "1"]}, {"class_names": ["2", "1", "0"]}]
+UNLIKE = [{"input_shape": [1, 8, 8]}, {"class_names": ["2", "1", "0"]}, {"mean": [0.0, 40.0]}]
+UNLIKE += [{"class_names": ["0", "1"]}]
 
 
 @pytest.mark.parametrize("said", UNLIKE)
@@ -308,7 +310,8 @@ def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(said, strange,
     event = left_out(federation(3, **terms), *sorted({0, 1, 2} - {strange}))
     (key,) = said
     assert event["client"] == strange
-    assert f"its {key}={said[key]} is not that of the others, {SHAPE[key]}: set" in event["reason"]
+    ours, theirs = ({"chol": of[key][1]} if key == "mean" else of[key] for of in (said, SHAPE))
+    assert f"its {key}={ours} is not that of the others, {theirs}: set" in event["reason"]
     with pytest.raises(QuorumError, match=f"client {strange}: its {key}="):
         federation(3, **terms, quorum_share=1.0)
 
