@@ -187,10 +187,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Run the settings on the records, which are in a file as long as the run takes."""
         check_choice("preset", self.preset, PRESETS)
         seed = 1 if self.random_state is None else self.random_state
-        if isinstance(seed, np.random.RandomState):
-            seed = seed.randint(2**31)
-        if isinstance(seed, np.random.Generator):
-            seed = int(seed.integers(2**31))
+        if draw := getattr(seed, "integers", getattr(seed, "randint", None)):  # of a generator
+            seed = int(draw(2**31))
         chosen: dict[str, Any] = {
             "seed": seed,
             "privacy": None if self.epsilon is None else "dp",
@@ -203,6 +201,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         }
         if X.ndim == 2:
             table = pd.DataFrame(X).add_prefix("")
+            label, site = (n if n is None else " ".join(str(n).split()) for n in (label, site))
             label = label or _free("label", [*table, site])
             chosen |= {"dataset.label": label, "dataset.task": self.task}
             if groups is not None:
@@ -381,17 +380,18 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
 
 
 def _parquet(table: pd.DataFrame) -> bytes:
-    """Return the Parquet file of a table; columns that mix numbers and texts become texts."""
+    """Return the Parquet file of a table; columns that mix numbers and texts become texts.
+
+    So do complex numbers, and those of more digits than a double.
+    """
     from pyarrow import ArrowException
 
-    table = table.copy(deep=False)
-    for name, kind in table.dtypes.items():
-        if isinstance(kind, pd.SparseDtype):
-            table[name] = table[name].astype(kind.subtype)
+    kinds = table.dtypes.items()
+    table = table.astype({n: of.subtype for n, of in kinds if isinstance(of, pd.SparseDtype)})
     try:
         return bytes(table.to_parquet(index=False))
-    except ArrowException:
-        columns = table.loc[:, table.dtypes.astype(str).isin(["object", "category"])]
+    except (ArrowException, OverflowError):
+        columns = table.select_dtypes(["object", "category", np.complexfloating, np.longdouble])
         texts = {n: cells.texts.to_pylist() for n, cells in texts_of(columns).items()}
         return bytes(table.assign(**texts).to_parquet(index=False))
 
@@ -405,7 +405,9 @@ def _folder_of_a_fit(cache: Path) -> Path:
 
 
 def _frame(data: Any) -> Any:
-    """Return a DataFrame of another library, or with multi-level columns, as a plain one."""
+    """Return a frame of another library or of levels, or a masked array, as a plain one."""
+    if isinstance(data, np.ma.MaskedArray):
+        return data.astype(float).filled(np.nan)
     if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
         return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
     if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):

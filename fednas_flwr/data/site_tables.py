@@ -334,14 +334,10 @@ def _nearest(code: str, codes: Sequence[str]) -> str:
     """Return the code most like another by yes or no, beginning or spelling; ``?`` if none is."""
     lower = {other.lower(): other for other in codes}
     meaning = YES_NO.get(code.lower(), "?")
-    for other in lower:
-        if YES_NO.get(other) == meaning:
-            return lower[other]
-    for other in lower:
-        if code.lower()[:1] == other[:1]:
-            return lower[other]
-    near = difflib.get_close_matches(code.lower(), lower, n=1)
-    return lower[near[0]] if near else "?"
+    alike = [other for other in lower if YES_NO.get(other) == meaning]
+    alike += [other for other in lower if code.lower()[:1] == other[:1]]
+    alike += difflib.get_close_matches(code.lower(), lower, n=1)
+    return lower[alike[0]] if alike else "?"
 
 
 def as_yaml(said: Mapping[str, Mapping[str, Any]]) -> list[str]:
