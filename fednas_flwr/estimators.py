@@ -351,6 +351,7 @@ def _table(
 ) -> _Records:
     """Return the records of a table [N, columns] with its target and, if given, its clients."""
     table = pd.DataFrame(X).add_prefix("")
+    label, site = (n if n is None else " ".join(str(n).split()) for n in (label, site))
     label = label or _free("label", [*table, site])
     settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, {label: y}
     if groups is not None:
@@ -379,10 +380,8 @@ def _images(X: Any, y: Any, groups: Any, *, task: str) -> _Records:
 
 def _seed(random_state: Any) -> int:
     """Return the seed of a run, drawn from a generator if that is given; 1 for None."""
-    if isinstance(random_state, np.random.RandomState):
-        return random_state.randint(2**31)
-    if isinstance(random_state, np.random.Generator):
-        return int(random_state.integers(2**31))
+    if draw := getattr(random_state, "integers", getattr(random_state, "randint", None)):
+        return int(draw(2**31))
     return 1 if random_state is None else random_state
 
 
@@ -420,17 +419,18 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
 
 
 def _parquet(table: pd.DataFrame) -> bytes:
-    """Return the Parquet file of a table; columns that mix numbers and texts become texts."""
+    """Return the Parquet file of a table; columns that mix numbers and texts become texts.
+
+    So do complex numbers, and those of more digits than a double.
+    """
     from pyarrow import ArrowException
 
-    table = table.copy(deep=False)
-    for name, kind in table.dtypes.items():
-        if isinstance(kind, pd.SparseDtype):
-            table[name] = table[name].astype(kind.subtype)
+    kinds = table.dtypes.items()
+    table = table.astype({n: of.subtype for n, of in kinds if isinstance(of, pd.SparseDtype)})
     try:
         return bytes(table.to_parquet(index=False))
-    except ArrowException:
-        columns = table.loc[:, table.dtypes.astype(str).isin(["object", "category"])]
+    except (ArrowException, OverflowError):
+        columns = table.select_dtypes(["object", "category", np.complexfloating, np.longdouble])
         texts = {n: cells.texts.to_pylist() for n, cells in texts_of(columns).items()}
         return bytes(table.assign(**texts).to_parquet(index=False))
 
@@ -444,7 +444,9 @@ def _folder_of_a_fit(cache: Path) -> Path:
 
 
 def _frame(data: Any) -> Any:
-    """Return a DataFrame of another library, or with multi-level columns, as a plain one."""
+    """Return a frame of another library or of levels, or a masked array, as a plain one."""
+    if isinstance(data, np.ma.MaskedArray):
+        return np.ma.filled(data.astype(float), np.nan)
     if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
         return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
     if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):

@@ -227,6 +227,7 @@ def asked(monkeypatch):
 
 
 SIGNS = [("a\\b", "${x}"), ("a'b", 'a"b'), ("a=b", "a,b\\"), ("\\${x}", "b"), ("last", "w")]
+SIGNS += [(" a\tb", "c\nd ")]
 
 
 @pytest.mark.parametrize(("label", "site"), SIGNS)
@@ -235,6 +236,7 @@ def test_names_of_any_signs_are_taken(label, site, tmp_path, asked):
     model = FedClassifier(clients=site, preset="fast", settings=[f"dataset.cache={tmp_path}"])
     refuses("", model.fit, table, label=label, error=InterruptedError)
     ((config, columns),) = asked
+    label, site = (" ".join(name.split()) for name in (label, site))
     assert (config.dataset.label, config.partition.column) == (label, site)
     assert site in columns
     assert columns[-1] == label  # as the name "last" stands for the last column
@@ -251,6 +253,7 @@ def test_columns_of_levels_and_what_draws_seeds_are_taken(tmp_path, asked, draws
     )
     assert one == again != other
     assert columns[0] == ["('a', 'b')", "label"]
+    assert np.isnan(estimators._frame(np.ma.array([[1, 2]], mask=[[0, 1]]))).tolist() == [[0, 1]]
 
 
 def test_columns_of_types_of_pandas_are_what_they_say(tmp_path):
@@ -260,12 +263,14 @@ def test_columns_of_types_of_pandas_are_what_they_say(tmp_path):
     X = pd.DataFrame({"code": pd.Categorical(code, [0, 1, 2, 5]), "stay": stay})
     X["x"] = pd.arrays.SparseArray(drawn.normal(size=90))
     X["gone"] = pd.Categorical([None] * 90)
+    X["wave"], X["long"] = code + 1j, [2**70 + int(i) for i in code]
     own = ["retrain.rounds=2", "algorithm.draws=2", f"dataset.cache={tmp_path}"]
     with warnings.catch_warnings(action="ignore"):
         model = FedClassifier(preset="fast", settings=own).fit(X, np.array([0, 1, 0])[code])
         assert len(model.predict(X)) == 90
     columns = {column.name: column for column in load(model.run_folder).inputs.schema}
     assert columns["code"].categories == ("0", "1", "2", "5")
+    assert columns["wave"].categories == ("1j", "(1+1j)", "(2+1j)")
     assert [columns[name].kind for name in ("stay", "x")] == ["number", "number"]
 
 

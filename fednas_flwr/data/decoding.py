@@ -437,7 +437,7 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
 
 
 def other_files(root: Path) -> list[str]:
-    """Return a sentence on files in a folder without the suffix of an image, if there are any."""
+    """Return sentences on files without an image's suffix and on hidden folders with images."""
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
         folders[:] = [name for name in folders if not is_hidden(name)]
@@ -445,7 +445,9 @@ def other_files(root: Path) -> list[str]:
         more = [n for n in names if not is_hidden(n) and not n.lower().endswith(known)]
         others.update(Path(name).suffix.lower() or "no suffix" for name in more)
     listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
-    return [f"{others.total()} files are not read as images ({listing})"] if others else []
+    said = [f"{others.total()} files are not read as images ({listing})"] if others else []
+    dotted = [at.name for at in sorted(root.glob(".*/")) if image_folders(at)]
+    return said + [f"the folder {name} is left out for its dot: rename it" for name in dotted]
 
 
 def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:

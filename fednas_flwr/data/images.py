@@ -305,8 +305,8 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)
     known = {name: file for file, of in names.items() for name in of if times[name] == 1}
-    own = path.parent.name  # paths may begin with it, as in CheXpert
-    known |= {f"{own}/{p.as_posix()}": file for p, file in paths.items()}
+    # paths may begin with the folder's own name, as in CheXpert
+    known |= {f"{path.parent.name}/{p.as_posix()}": file for p, file in paths.items()}
     known |= {p.as_posix(): file for p, file in paths.items()}
     cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]

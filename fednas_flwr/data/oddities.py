@@ -21,13 +21,15 @@ from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, co
 _FEWEST = 50  # records from which on a column may be reported to give the label away or be an id
 _SAMPLE = 10_000  # records, about, that are examined for it, evenly spaced
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
-_TOTAL = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt", re.I)
+_SLIP = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt|[-\d]+T00:00:00", re.I)
 # Codes that mean missing, with or without a minus, and others that occur beside such codes
 _CODES = [9, 99, 888, 999, 8888, 9999]
 _MORE_CODES = [*_CODES, 1, 7, 8, 77, 88, 97, 98, 777, 998, 7777, 9998]
 _MOST_CODES = 3
 _UNKNOWN = re.compile(
-    r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
+    r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?|nil"
+    r"|nan|null",
+    re.I,
 )
 _OF_LISTS = " []'\""  # signs in a list such as ['a', 'b']
 _PLACE = re.compile(r"[NSEW] ?\d+\.\d\d")
@@ -81,7 +83,7 @@ def oddities(
     values, counts = np.unique(records.labels.numpy(), return_counts=True)
     said = _set_apart(values, counts) or _blurred(values[0], values[-1])
     if len(values) == 1:
-        said = f"it is {values[0]:g} in every record: there is nothing to predict"
+        said = f"it is {values[0]:g} in every record (as float32): there is nothing to predict"
     told = [said] if said else []
     exact = len(records) >= _FEWEST and abs(values).max() < _FLOAT32
     if exact and _is_id(records.label, records.labels.numpy(), len(values)):
@@ -278,8 +280,8 @@ def _of_columns(records: Records) -> Iterator[str]:
                     f"{column.name} holds {mark}: if it means that a cell is missing, name it in "
                     "dataset.missing_values"
                 )
-            for code in [*filter(_TOTAL.fullmatch, codes)][:1]:
-                yield f"{column.name} holds {code}: if that row adds up others, remove it"
+            for code in [*filter(_SLIP.fullmatch, codes)][:1]:
+                yield f"{column.name} holds {code}: remove totals, and rewrite what became a date"
             cells = features[:, places] @ np.arange(1, len(places) + 1)
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
@@ -322,7 +324,7 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     """Return what is unusual about a column: it is uninformative, or not what it seems."""
     values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
     if len(values) < 2:
-        return "one value, or none, in all records, which says nothing about the label"
+        return "one value, or none, in all records (as float32), which says nothing about the label"
     if kind == CATEGORY:
         return ""
     low, high = values[0], values[-1]

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import compress
 from numbers import Number
@@ -88,7 +88,8 @@ def read_texts(
         if content.startswith(b"version https://git-lfs"):
             raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
-        first = b"".join(content[:_HEAD].split(maxsplit=2)[:2])  # JSON may have many lines
+        head = content[:_HEAD].removeprefix(codecs.BOM_UTF8)
+        first = b"".join(head.split(maxsplit=2)[:2])  # JSON may have many lines
         kind, reader = _READERS.get(first[:4], _READERS.get(first[:2], ("a CSV", _read_csv)))
         texts, separator, notes = reader(content, form)
     except Exception as error:  # a damaged file can raise anything in a parser of many formats
@@ -228,21 +229,14 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
 
 
 def _cells_of(values: Any) -> Cells:
-    import pandas as pd
-
     missing = values.isna().to_numpy()
-    if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which covers all years
+    if values.dtype.kind == "M":  # in numpy's form, which covers all years
         moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
         return Cells(np.where(missing, "", np.datetime_as_string(moments)).tolist())
-    if pd.api.types.is_timedelta64_dtype(values):
-        values = values.dt.total_seconds() / 86_400  # days, as dates are
     cells = values.tolist()
     texts = ["" if gone else _text(value) for value, gone in zip(cells, missing, strict=True)]
-    return Cells(texts, np.array([_is_number(value) for value in cells], dtype=bool))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Number) and not isinstance(value, bool)
+    stored = [isinstance(cell, Number | timedelta) and not isinstance(cell, bool) for cell in cells]
+    return Cells(texts, np.array(stored, dtype=bool))
 
 
 def _text(value: Any) -> str:
@@ -255,6 +249,8 @@ def _text(value: Any) -> str:
         return value.strip()
     if isinstance(value, datetime):
         return value.replace(tzinfo=None).isoformat(timespec="seconds")
+    if isinstance(value, timedelta):
+        value = value / timedelta(days=1)  # days, as dates are
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
@@ -278,14 +274,18 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
-    frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
-    about = {} if form.strict else table.schema.pandas_metadata or {}
+    about = table.schema.pandas_metadata or {}
     kinds = {column["field_name"]: column["pandas_type"] for column in about.get("columns", ())}
-    for field in table.schema:
+    for field in table.schema if not form.strict else ():
         coded = kinds.get(field.name) == "categorical" and pa.types.is_integer(field.type)
         if coded and field.name not in getattr(form, "categories", ()):
             cure = "list it in dataset.categorical if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
+    index = about.get("index_columns", ())  # a nameless one counts rows
+    order = sorted(range(table.num_columns), key=lambda i: table.column_names[i] not in index)
+    kept = [i for i in order if not table.column_names[i].startswith("__index_level_")]
+    table = table.select(kept).replace_schema_metadata()  # without pandas' own types
+    frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
     return texts_of(frame, where="it"), "", notes
 
 
@@ -304,7 +304,17 @@ def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         found = load_json(content)
     except ValueError:
         found = [load_json(line) for line in content.splitlines() if line]
-    return texts_of(pd.DataFrame(found, dtype=object), where="it"), "", []
+    table = pd.DataFrame(found, dtype=object)
+    table = table.T if _are_places(table.columns) else table  # records by number
+    nested = table.map(lambda cell: isinstance(cell, list | dict)).any(axis=None)
+    if nested or _are_places(table.columns) or not _are_places(table.index):
+        raise ValueError("expected records {column: cell, ...} in a list or in lines, unnested")
+    return texts_of(table, where="it"), "", []
+
+
+def _are_places(names: Any) -> bool:
+    """Return true if rows or columns are numbered, as those without names are."""
+    return all(str(name).isdecimal() for name in names)
 
 
 def _read_stata(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
@@ -313,14 +323,19 @@ def _read_stata(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     return texts_of(pd.read_stata(io.BytesIO(content)), where="it"), "", []
 
 
+def _read_none(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+    """Refuse a format that is known by its first bytes."""
+    raise ValueError(f"it is .xls, locked, HTML or ARFF, which are not read: {_OTHERS}")
+
+
 def _unzipped(content: bytes) -> bytes:
     """Return the only file in a zip archive; an Excel file, also an archive, stays as it is."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         names = [n for n in archive.namelist() if not n.startswith("__MACOSX/") and n[-1] != "/"]
-        if "[Content_Types].xml" in names:
+        if any(re.fullmatch(r"xl/worksheets/.*\.xml", name) for name in names):
             return content
         if len(names) != 1:
-            cure = "give one of them, or a folder where they are unpacked"
+            cure = "save a sheet (.ods) as .xlsx, tensors (.pt) as arrays in .npz; unpack tables"
             raise ValueError(f"it is a zip archive of {len(names)} files: {cure}")
         return archive.read(names[0])
 
@@ -365,7 +380,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = content.decode(encoding).encode()
     content = content.removeprefix(codecs.BOM_UTF8)
     if b"\0" in content and not form.strict:
-        raise ValueError(f"it holds NUL characters, as no text does: {_OTHERS}")
+        raise ValueError(f"it holds NUL characters: set dataset.encoding=utf-16-le, or {_OTHERS}")
     if _LIBSVM.match(content) and not form.strict:
         raise ValueError("it is in LIBSVM's form: scikit-learn's load_svmlight_file makes arrays")
     if b"\r" in content:
@@ -406,7 +421,8 @@ _READERS = {
     b"PAR1": ("a Parquet", _read_arrow),
     b"ARRO": ("a Feather", _read_arrow),
     **dict.fromkeys((b"<sta", b"r\2\1\0", b"s\2\1\0"), ("a Stata", _read_stata)),
-    **dict.fromkeys((b'{"', b"[{"), ("a JSON", _read_json)),
+    **dict.fromkeys((b'{"', b"[{", b"[["), ("a JSON", _read_json)),
+    **{of: ("a", _read_none) for of in (b"\xd0\xcf\x11\xe0", b"<htm", b"<tab", b"@rel", b"@REL")},
 }
 
 

@@ -24,6 +24,7 @@ from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import beside
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
+from fednas_flwr.data.statistics import LARGEST_NUMBER
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
@@ -298,13 +299,10 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
             f"dataset.categories.{name}."
         )
     indicator = settings.missing == "indicator"
-    schema = []
-    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # categories last
-        if kind == CATEGORY:
-            values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
-            schema.append(Column(n, kind, values))
-        else:
-            schema.append(Column(n, kind, (), indicator))
+    schema = [Column(n, kind, (), indicator) for n, kind in kind_of.items() if kind != CATEGORY]
+    for n in [n for n, kind in kind_of.items() if kind == CATEGORY]:  # categories last
+        values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
+        schema.append(Column(n, CATEGORY, values))
     found = _records(settings, texts, path, tuple(schema))
     return replace(found, notes=(*notes, *found.notes))
 
@@ -540,7 +538,8 @@ def _checked_numbers(
 ) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
     checked = _values(cells, form, column)
-    unreadable = np.flatnonzero(~cells.missing & ~np.isfinite(checked))
+    most = np.finfo(np.float32).max if form.strict else LARGEST_NUMBER
+    unreadable = np.flatnonzero(~cells.missing & ~(abs(checked) <= most))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
         raise ConfigError(
