@@ -290,9 +290,8 @@ def test_categories_of_numbers_are_taken_where_nothing_else_is_said(settings, tm
 def test_another_algorithm_takes_the_place_of_a_presets(tmp_path, asked):
     settings = [f"dataset.cache={tmp_path}", "algorithm=fedavg", "algorithm.network=linear"]
     model = FedClassifier(preset="fast", settings=settings)
-    table = patients()
     with pytest.warns(match="without effect"):
-        refuses("", model.fit, table, label="died", error=InterruptedError)
+        refuses("", model.fit, patients(), label="died", error=InterruptedError)
     assert asked[0][0].algorithm.network == "linear"
 
 

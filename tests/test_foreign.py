@@ -110,9 +110,8 @@ def test_what_is_written_is_read(value):
 
 @pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
 def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path, deep):
-    path = written(tmp_path, "file.json", deep)
     for read in (load_partition, load_genotype, Roster.read, lambda _: table_from_json(deep)):
-        refuses("levels deep", read, path)
+        refuses("levels deep", read, written(tmp_path, "file.json", deep))
     (tmp_path / "events.jsonl").write_text(f'{{"event": "a", "b": {deep}}}\n{{"event": "c"}}\n')
     assert read_events(tmp_path / "events.jsonl") == [{"event": "c"}]
 

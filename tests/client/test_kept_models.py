@@ -191,8 +191,7 @@ def test_a_site_that_keeps_none_or_whose_policy_refuses_gets_none(site, make_sit
     refuses("refused: this site keeps no models", site.keep, file)
     site.keep.client = site.client
     refuses("rule data_sets", site.keep, file, data_set="other")
-    only = {"actions": ["query.describe", "query.commit"]}
-    others = make_site(policy=only, committed=[])
+    others = make_site(policy={"actions": ["query.describe", "query.commit"]}, committed=[])
     site.keep.client = replace(others.client, kept_models=site.client.kept_models)
     refuses(r"rule actions: action=query\.keep_model", site.keep, file)
     assert not site.folder.exists()

@@ -109,8 +109,7 @@ class Flower:
         home.mkdir()
         superlink = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         (home / "config.toml").write_text(superlink)
-        bin_folder = Path(sys.executable).parent
-        path = f"{bin_folder}:{os.environ['PATH']}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         settings = {"FLWR_HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1"}
         self.environment = os.environ | settings
         self.environment["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"  # tested above

@@ -51,9 +51,8 @@ def test_evaluate_equals_a_loop_over_single_examples(network):
     losses, hits = [], 0
     for row in split.rows.tolist():
         mean, std = torch.tensor(split.mean)[:, None, None], torch.tensor(split.std)[:, None, None]
-        image = (split.features[row].float() / 255 - mean) / std
         with torch.no_grad():
-            (logits,) = network(image[None])
+            (logits,) = network(((split.features[row].float() / 255 - mean) / std)[None])
         losses.append(-float(logits.double().log_softmax(0)[split.labels[row]]))
         hits += int(logits.argmax()) == int(split.labels[row])
     result = metrics.evaluate(network, split, CPU)
@@ -257,8 +256,7 @@ def test_a_report_has_all_scores_as_json(num_classes):
     assert low < found["loss"] < high
     called = logits.argmax(1)
     if num_classes == 2:
-        called = (logits.softmax(1)[:, 1] >= 0.4).long()
-        assert (called != logits.argmax(1)).any()
+        assert ((logits.softmax(1)[:, 1] >= 0.4).long() != logits.argmax(1)).any()
     assert found["confusion"] == confusion_matrix(labels, called).tolist()
     assert [row["count"] for row in found["per_class"]] == [200 / num_classes] * num_classes
     accuracy = float((called == labels).double().mean())
@@ -288,9 +286,8 @@ def score_of_parts(parts, metric, objective):
 
 @pytest.mark.parametrize(("classes", "far"), [(10, 1e-3), (26, 2e-3), (100, 0.01)])
 def test_sums_of_many_classes_fit_into_a_reply(classes, far):
-    drawn = torch.Generator().manual_seed(1)
     labels = torch.arange(20 * classes) % classes
-    logits = torch.randn(len(labels), classes, generator=drawn)
+    logits = torch.randn(len(labels), classes, generator=torch.Generator().manual_seed(1))
     logits[torch.arange(len(labels)), labels] += 1
     objective = Objective()
     told = metrics.sums(logits, labels, metric="auroc", objective=objective, seed=3).flatten()

@@ -86,8 +86,7 @@ TELLING_MORE = [
 def test_what_tells_more_than_an_update_is_refused(overrides, said, compose_config):
     names = {override.partition("=")[0] for override in overrides.split()}
     base = [o for o in CLIENTS if o.partition("=")[0] not in names]
-    searched = SEARCH * ("algorithm" not in names)
-    refuses_run(said, compose_config, *base, *searched, overrides)
+    refuses_run(said, compose_config, *base, *SEARCH * ("algorithm" not in names), overrides)
 
 
 def test_steps_of_records_have_no_effect(compose_config):

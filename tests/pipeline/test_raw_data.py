@@ -126,9 +126,8 @@ def test_the_command_takes_raw_data(finished, tmp_path, prints):
     for name in ("f1", "auroc", "average_precision", *of_two):
         assert f"{central[name]:.3f}" in printed
     if half:
-        labels = pd.read_csv(output)["label"]
         called = pd.read_csv(output)["probability of left"] >= central["threshold"]
-        assert (labels == np.where(called, "left", "died")).all()
+        assert (pd.read_csv(output)["label"] == np.where(called, "left", "died")).all()
         assert f"the label is left from a probability of {central['threshold']:g} on" in printed
 
 
@@ -179,8 +178,7 @@ def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
     table = table.sort_values("age")
     files = [tmp_path / f"{site}.csv" for site in range(3)]
     for site, file in enumerate(files):
-        own = table[site * 200 : (site + 1) * 200]
-        own.to_csv(file, index=False, sep=",;\t"[site])
+        table[site * 200 : (site + 1) * 200].to_csv(file, index=False, sep=",;\t"[site])
     test = tmp_path / "patients" / "test.csv"
     own = ("runtime=deployment", "runtime.superlink=site", "partition=sites", "dataset=csv")
     own += (f"dataset.root={test}", "dataset.label=outcome", f"dataset.cache={tmp_path / 'cache'}")

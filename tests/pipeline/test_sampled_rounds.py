@@ -215,9 +215,8 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     epsilons = {}
     for client in told["clients"]:
         turns, records = client["turns"], client["records"]
-        both = records["train"] + records["validation"]
         steps = {"search": turns.get("search", 0), "retrain": 3 * turns.get("retrain", 0)}
-        sizes = {"search": records["train"], "retrain": both}
+        sizes = {"search": records["train"], "retrain": records["train"] + records["validation"]}
         taken = [(stage, number) for stage, number in steps.items() if number]
         parts = [Release(noise[s, "weights"], min(1, 8 / sizes[s]), n) for s, n in taken]
         expected = rdp_epsilon(parts, client["budget"]["delta"]) if parts else 0.0

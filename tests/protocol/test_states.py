@@ -197,9 +197,8 @@ def test_agrees_with_numpy_and_scipy(values_NP, trim):
     st.permutations(range(7)),
 )
 def test_two_hostile_of_seven_stay_between_honest_values(honest_NP, hostile_NP, order):
-    values_NP = np.concatenate([honest_NP, hostile_NP])[order]
     for trim in (2, None):
-        result = result_of(values_NP, trim).numpy()
+        result = result_of(np.concatenate([honest_NP, hostile_NP])[order], trim).numpy()
         slack = 1e-6 * np.abs(honest_NP).max()  # of a mean's rounding
         assert (honest_NP.min(axis=0) - slack <= result).all()
         assert (result <= honest_NP.max(axis=0) + slack).all()
@@ -213,9 +212,8 @@ def test_two_hostile_of_seven_stay_between_honest_values(honest_NP, hostile_NP, 
 def test_rewards_lie_between_those_of_honest_clients(honest_NP, hostile_NP, order):
     """Of each candidate, against the client's own mean; where all agree, they decide."""
     rewards_NC = torch.from_numpy(np.concatenate([honest_NP, hostile_NP])[order])
-    found_C = states.median_rewards(rewards_NC).numpy()
     levels = honest_NP.mean(axis=1, keepdims=True)
-    gains = found_C - np.median(rewards_NC.numpy().mean(axis=1))
+    gains = states.median_rewards(rewards_NC).numpy() - np.median(rewards_NC.numpy().mean(axis=1))
     assert ((honest_NP - levels).min(axis=0) - 1e-12 <= gains).all()
     assert (gains <= (honest_NP - levels).max(axis=0) + 1e-12).all()
     alike = states.median_rewards(torch.from_numpy(np.tile(honest_NP[0], (3, 1))))

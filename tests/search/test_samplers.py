@@ -45,8 +45,7 @@ def test_expected_reinforce_gradient_is_the_objectives(baseline, temperature):
     assert log_probs.exp().max() > 2 / 24
     expected = (log_probs.exp() * (rewards - weight * log_probs)).sum()
     exact = torch.autograd.grad(-expected, list(policy.parameters()), retain_graph=True)
-    regularised = rewards - weight * log_probs.detach()
-    pairs = zip(log_probs[:, None], regularised[:, None], strict=True)
+    pairs = zip(log_probs[:, None], (rewards - weight * log_probs.detach())[:, None], strict=True)
     losses = [reinforce_loss(*pair, baseline=baseline) for pair in pairs]
     mean = sum(p.item() * loss for p, loss in zip(log_probs.exp(), losses, strict=True))
     for one, other in zip(torch.autograd.grad(mean, list(policy.parameters())), exact, strict=True):

@@ -650,9 +650,8 @@ def edit_bytes(content, state, start, length, new):
 
 @damaging
 def announce(content, state, shape, descr):
-    data = npy_of(descr, shape) + b"\0" * 64
     record = content.array_records[f"state.{state}"]
-    record["float32"] = Array("float32", shape, "numpy.ndarray", data)
+    record["float32"] = Array("float32", shape, "numpy.ndarray", npy_of(descr, shape) + b"\0" * 64)
 
 
 STATES = st.sampled_from([*LAYOUTS, "other"])

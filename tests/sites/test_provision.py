@@ -345,9 +345,8 @@ def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, s
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            address = f"127.0.0.1:{server.server_port}"
             settings = (folder / "north" / "site.env").read_text()
-            settings = settings.replace("fl.example.org:8000", address)
+            settings = settings.replace("fl.example.org:8000", f"127.0.0.1:{server.server_port}")
             (folder / "north" / "site.env").write_text(settings)
             found = broken(folder / "north")
         finally:
