@@ -407,7 +407,7 @@ def _folder_of_a_fit(cache: Path) -> Path:
 def _frame(data: Any) -> Any:
     """Return a frame of another library or of levels, or a masked array, as a plain one."""
     if isinstance(data, np.ma.MaskedArray):
-        return data.astype(float).filled(np.nan)
+        return np.ma.filled(data.astype(float), np.nan)
     if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
         return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
     if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):
