@@ -430,7 +430,7 @@ def _parquet(table: pd.DataFrame) -> bytes:
     try:
         return bytes(table.to_parquet(index=False))
     except (ArrowException, OverflowError):
-        columns = table.select_dtypes(["object", "category", np.complexfloating, np.longdouble])
+        columns = table[[n for n, of in table.dtypes.items() if of.kind in "Oc" or of.itemsize > 8]]
         texts = {n: cells.texts.to_pylist() for n, cells in texts_of(columns).items()}
         return bytes(table.assign(**texts).to_parquet(index=False))
 

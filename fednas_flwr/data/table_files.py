@@ -274,18 +274,17 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
-    about = table.schema.pandas_metadata or {}
+    stored = (table.schema.metadata or {}).items()  # pandas' own types of Arrow's are no others
+    plain = {key: re.sub(rb'"[^"]*\[pyarrow\]"', b'"object"', value) for key, value in stored}
+    table = table.replace_schema_metadata(plain)
+    frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
+    about = {} if form.strict else table.schema.pandas_metadata or {}
     kinds = {column["field_name"]: column["pandas_type"] for column in about.get("columns", ())}
-    for field in table.schema if not form.strict else ():
+    for field in table.schema:
         coded = kinds.get(field.name) == "categorical" and pa.types.is_integer(field.type)
         if coded and field.name not in getattr(form, "categories", ()):
             cure = "list it in dataset.categorical if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
-    index = about.get("index_columns", ())  # a nameless one counts rows
-    order = sorted(range(table.num_columns), key=lambda i: table.column_names[i] not in index)
-    kept = [i for i in order if not table.column_names[i].startswith("__index_level_")]
-    table = table.select(kept).replace_schema_metadata()  # without pandas' own types
-    frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
     return texts_of(frame, where="it"), "", notes
 
 
