@@ -351,7 +351,8 @@ def _table(
 ) -> _Records:
     """Return the records of a table [N, columns] with its target and, if given, its clients."""
     table = pd.DataFrame(X).add_prefix("")
-    label, site = (n if n is None else " ".join(str(n).split()) for n in (label, site))
+    names = [n if n is None else " ".join(str(n).split()) for n in (label, site)]
+    label, site = (n if n in (label, site) else _free(str(n), table) for n in names)
     label = label or _free("label", [*table, site])
     settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, {label: y}
     if groups is not None:
