@@ -165,8 +165,7 @@ class Frozen(Pretrained):
 
         def tell(stage: nn.Module, _: Any, out: Any) -> None:
             if isinstance(out, Tensor) and out.dim() in (3, 4):
-                is_last = has_channels_last(out)
-                shapes[stage] = (out.shape[-1],) if is_last else tuple(out.shape[1:])
+                shapes[stage] = (out.shape[-1],) if has_channels_last(out) else tuple(out.shape[1:])
 
         with hooked(_stages(self.network), tell):
             pooled = super().forward(torch.zeros(1, 3, side, side, device="cpu"))

@@ -131,8 +131,7 @@ def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> No
         "GDP, an approximation and no bound": accounting.gdp_epsilon,
         "filter, the budget that a site needs": filter_epsilon,
     }.items():
-        text = epsilon_text(accountant([release], delta))
-        print(f"epsilon = {text} at delta {delta:g} ({name})")
+        print(f"epsilon = {epsilon_text(accountant([release], delta))} at delta {delta:g} ({name})")
 
 
 def approve(

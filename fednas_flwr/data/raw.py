@@ -197,8 +197,7 @@ def _checked_labels(labels: np.ndarray, inputs: Inputs) -> Tensor | None:
         labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
     classes = len(inputs.class_names)
     form = (classes,) if inputs.multi_label else ()
-    kinds = "iuf" if inputs.target else "iu"
-    if labels.dtype.kind not in kinds or labels.shape[1:] != form:
+    if labels.dtype.kind not in ("iuf" if inputs.target else "iu") or labels.shape[1:] != form:
         return None
     if inputs.target:
         return torch.from_numpy(labels.astype(float))

@@ -252,8 +252,7 @@ def _text(value: Any) -> str:
     if isinstance(value, timedelta):
         value = value / timedelta(days=1)  # days, as dates are
     if isinstance(value, float):
-        whole = value.is_integer() and abs(value) < 1e15
-        return str(int(value)) if whole else repr(float(value))
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(float(value))
     return str(value)
 
 

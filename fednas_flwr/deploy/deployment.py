@@ -18,7 +18,7 @@ from typing import Any
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.bundle import CONFIG_KEY, RESUMED_KEY, write_bundle
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.runs.events import Event, EventLog, Listener, read_events, reason_of
+from fednas_flwr.runs.events import STOPPED, Event, EventLog, Listener, read_events, reason_of
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import occupied
 from fednas_flwr.server.cohort import QuorumError
@@ -76,7 +76,8 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     except BaseException as error:  # also Ctrl-C: without its launcher nobody would stop the run
         with suppress(RuntimeError):
             _flwr_json("stop", run_id, superlink)
-        _complete(folder, events, reason_of(error))
+        with suppress(Exception):  # nothing may hide why the run has ended
+            _complete(folder, events, reason_of(error))
         raise
     status, details = _status(run_id, superlink)
     otherwise = "" if status == "finished:completed" else f"{details} ({status})"
@@ -116,7 +117,8 @@ def read_status(listing: dict[str, Any]) -> tuple[str, str]:
 def _failure(events: list[Event], otherwise: str) -> Exception:
     """Return the server's error as an inline run would raise it; ``otherwise`` if it sent none."""
     reasons = [event["reason"] for event in events if event["event"] == "run_finished"]
-    reason = str(reasons[-1]) if reasons and reasons[-1] else otherwise
+    known_here = reasons and reasons[-1] and reasons[-1] not in STOPPED.values()
+    reason = str(reasons[-1]) if known_here else otherwise
     kind, _, text = reason.partition(": ")
     known: dict[str, type[Exception]] = {"ConfigError": ConfigError, "QuorumError": QuorumError}
     return known[kind](text) if kind in known else RuntimeError(reason)
@@ -131,16 +133,16 @@ def _complete(folder: Path, events: list[Event], reason: str, *listeners: Listen
     file = folder / EVENTS_FILE
     with suppress(ConfigError), occupied(folder):  # occupied if the server still writes
         known = read_events(file) if file.exists() else []
-        if events and events[-1] not in known:
+        if elsewhere := events and events[-1] not in known:
             known += events
             with file.open("a") as stream:
                 stream.writelines(json.dumps(event) + "\n" for event in events)
-            write_report(folder)
         ends = [event for event in known if event["event"] in ("run_started", "run_finished")]
-        if reason and ends and ends[-1]["event"] == "run_started":
+        if cut := (reason and ends and ends[-1]["event"] == "run_started"):
             seconds = known[-1]["elapsed"] - ends[-1]["elapsed"]
             with EventLog(file, listeners) as log:
                 log.emit("run_finished", status="failed", reason=reason, seconds=seconds)
+        if cut or elsewhere:
             write_report(folder)
 
 

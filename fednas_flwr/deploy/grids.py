@@ -147,9 +147,8 @@ class InProcessGrid(Grid):
 
     def answer(self, message: Message) -> Message:
         """Return the reply of the client to which a message is addressed."""
-        context = self._contexts[message.metadata.dst_node_id]
         try:
-            return self._client_app(message, context)
+            return self._client_app(message, self._contexts[message.metadata.dst_node_id])
         except Exception as error:  # as Flower's other runtimes do
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)

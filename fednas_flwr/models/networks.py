@@ -193,8 +193,7 @@ def describe_derived(
     auxiliary: bool,
 ) -> dict[str, Any]:
     """Return the description of a genotype's network, for :func:`make_network`."""
-    genotype_json = json.loads(to_json(genotype))
-    network = {"name": "derived", "genotype": genotype_json, **shapes, **sizes}
+    network = {"name": "derived", "genotype": json.loads(to_json(genotype)), **shapes, **sizes}
     return network | {"norm": norm, "auxiliary": auxiliary}
 
 

@@ -348,8 +348,7 @@ def check_parts(
                     f"{name}={config.dataset.fractions[name]:g}, or give it more records (fewer "
                     "clients, a larger partition.min_size)."
                 )
-        whole = not (chooses(config) or holds_out)
-        trained = sum(sizes.values()) if whole else sizes["train"]
+        trained = sizes["train"] if chooses(config) or holds_out else sum(sizes.values())
         if not trained:
             raise ConfigError(
                 f"client {index} has no record to train on: raise dataset.fractions.train="

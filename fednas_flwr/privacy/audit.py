@@ -223,9 +223,8 @@ class ReleaseTest:
 
     def _most(self, amounts: Amounts) -> float:
         """Return the largest length by which units move a release, over its values' deviation."""
-        whole = amounts.units * self.honest / self.sigma
         size = math.sqrt(amounts.planted * self._size) if self.is_probe else amounts.precision
-        return whole * size
+        return amounts.units * self.honest / self.sigma * size
 
     def finding(
         self, amounts: Amounts, without: Tensor, planted: Tensor, doubled: Tensor, drawn: Tensor

@@ -22,7 +22,7 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 # Ways in which a run is stopped from outside. Flower ends the app of a stopped run by SystemExit
 # or, if another thread of it asks first, by refusing its token.
-STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "stopped, as by Ctrl-C"}
+STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "ended by Flower or a signal"}
 REFUSED = re.compile(r"Client error '401 Unauthorized' for url '\S+/v1/runtime/")
 
 

@@ -239,6 +239,9 @@ class Run:
             config["retrain"] = retrain
         if "rounds" in config:
             config["rounds"] = self._done("search", config["rounds"])
+            made = [event["metrics"].get("local_epochs") for event in self.rounds("search")]
+            if any(made):
+                config["algorithm"] = algorithm | {"local_epochs": int(made[-1])}
         if "clients" in config:
             config["clients"] = self._clients_text(config["clients"])
         privacy = self.group("privacy")

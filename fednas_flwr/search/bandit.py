@@ -15,8 +15,9 @@ Deviations (``experiment=feathers/paper_faithful`` reverts the last three):
 * rewards are divided by their root mean square in the phase, and the softmax has a temperature.
   Losses fall most in the first phase, so that raw rewards would keep its winner to the end, and
   later ones are so small that the distribution would stay almost uniform. If rewards carry noise of
-  known size, differences below it do not count either;
-* the best arm is tried again in every phase of several trials, from the same weights as the others.
+  known size, a phase moves the estimates by the share of its mean square that is no noise, and
+  differences below the noise do not count;
+* every phase tries two arms or more, among them the best one, from the same weights.
 
 FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
 configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an
@@ -102,8 +103,9 @@ class Bandit(Learnt):
         return (self.estimates_N / unit).softmax(dim=0)
 
     def num_trials(self) -> int:
-        """Kappa, the number of arms to try next: round(beta H), at least 1 and at most N."""
-        return min(max(1, round(self.settings.beta * self.entropy())), len(self.estimates_N))
+        """Kappa, the number of arms to try next: round(beta H), at least 1 or 2, at most N."""
+        least = 2 if self.settings.scaled else 1  # one alone is compared with nothing
+        return min(max(least, round(self.settings.beta * self.entropy())), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
         """Draw ``count`` different arms from pi, ascending; with ``scaled`` the best one, too.
@@ -115,7 +117,7 @@ class Bandit(Learnt):
         gumbel_N = -(-uniform_N.log()).log()
         keys_N = self.probabilities().log() + gumbel_N
         keys_N = keys_N.where(self.probabilities() > 0, gumbel_N - 1e6)
-        if self.settings.scaled and self.tried and count > 1:
+        if self.settings.scaled and self.tried:
             keys_N[self.best()] = math.inf
         return sorted(keys_N.topk(count).indices.tolist())
 
@@ -132,7 +134,8 @@ class Bandit(Learnt):
         """The bandit after a phase (Eq. 6).
 
         Tried arms move by ``step_size`` towards their reward, as bounded by :meth:`bounded`; the
-        others keep ``retention`` of their estimate.
+        others keep ``retention`` of their estimate. With ``scaled``, rewards are in units of the
+        phase, and the more of them is noise, the less moves.
 
         Args:
             rewards: Rewards by arm; an empty mapping changes nothing.
@@ -145,11 +148,13 @@ class Bandit(Learnt):
             return self
         seen = self.bounded(rewards)
         newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
-        unit = (math.hypot(newest, noise) or 1.0) if self.settings.scaled else 1.0
-        estimates_N = self.settings.retention * self.estimates_N
+        unit = (newest or 1.0) if self.settings.scaled else 1.0
+        share = max(0.0, 1 - (noise / unit) ** 2) if self.settings.scaled else 1.0
+        estimates_N = (1 - share * (1 - self.settings.retention)) * self.estimates_N
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
-            estimates_N[arm] = before + self.settings.step_size * (reward / unit - before)
+            step = share * self.settings.step_size
+            estimates_N[arm] = before + step * (reward / unit - before)
         root = math.sqrt(0.5)  # for a running mean of squares, of which each phase keeps half
         scale = math.hypot(root * self.scale, root * newest) if self.scale else newest
         tried = sorted({*self.tried, *seen})

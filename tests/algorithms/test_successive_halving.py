@@ -229,11 +229,15 @@ def test_rewards_of_local_training_are_those_of_a_plain_loop(searched_locally):
     assert len(set(found)) == 4
 
 
-def test_local_training_ends_where_its_steps_are_enough(compose_config, federate, monkeypatch):
-    monkeypatch.setattr(strategy, "ENOUGH_STEPS", 1)
-    searched = searched_by(federate(compose_config(*LOCAL)), rounds=2)
+@pytest.mark.parametrize(("enough", "epochs"), [(3, 1), (6, 2)])
+def test_local_training_ends_where_its_steps_are_enough(
+    enough, epochs, compose_config, federate, monkeypatch
+):
+    monkeypatch.setattr(strategy, "ENOUGH_STEPS", enough)
+    config = compose_config(*LOCAL, *UNEQUAL, "algorithm.batch_size=8")  # 4 and 1 steps an epoch
+    searched = searched_by(federate(config), rounds=2)
     asked = [settings for action, settings, *_ in searched.asked if action == "evaluate.candidates"]
-    assert [settings.training.amount.epochs for settings in asked] == [1, 1]
+    assert [settings.training.amount.epochs for settings in asked] == [epochs] * 2
 
 
 def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):

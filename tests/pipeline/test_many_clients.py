@@ -61,11 +61,10 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert sum(told["summary"]["records"].values()) == 1797
     assert "splits" not in told
     assert records_of(told) == (CLIENTS, told["summary"]["records"])
-    shown = read_run(many.folder)
     words = "300 clients hold 1,797 records; the smallest has 5, the largest 6."
     assert words in sentence("clients_hold", told, False)
     seen = {client for event in many.named("round") for client in event["asked"]}
-    assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
+    assert read_run(many.folder).settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 
 def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config, tmp_path):

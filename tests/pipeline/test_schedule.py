@@ -237,9 +237,8 @@ def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, 
 
 @pytest.mark.parametrize("algorithm", ["feathers", "dpnas"])
 def test_a_search_shares_the_target_between_rewards_and_the_rest(planned, algorithm):
-    own = {"feathers": FEATHERS, "dpnas": DPNAS}[algorithm]
     given = ["privacy.epsilon=4", "privacy.rewards_share=0.25", "privacy.search_share=0.5"]
-    schedule = planned(*own, *NULL, *given)
+    schedule = planned(*{"feathers": FEATHERS, "dpnas": DPNAS}[algorithm], *NULL, *given)
     rewards = [item for item in schedule if item.kind == "rewards"]
     assert len({item.noise_multiplier for item in rewards}) == 1
     assert 0.99 * 1 < cost(rewards, "validation") <= 1

@@ -439,10 +439,9 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize("changed", OUT_OF_RANGE)
 def test_values_out_of_range_are_refused(changed):
-    network = linear((4,), CLASSES)
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(ValueError, match=r"expected|must be|does not belong"):
-        weight_sum(network, x, y, **changed)
+        weight_sum(linear((4,), CLASSES), x, y, **changed)
     if "parameters" not in changed:
         refuses(r"expected|must be", alpha_sum, ToySupernet(), x, y, error=ValueError, **changed)
 

@@ -80,10 +80,9 @@ def test_one_person_more_moves_the_sum_by_the_clipping_norm_at_most(counts, adde
 
 
 def test_persons_must_fit_a_micro_batch():
-    network = SPACE.supernet().train()
     x, y, persons = make_persons([5, 5])
     with pytest.raises(ValueError, match="10 records of persons must be in one micro-batch"):
-        gradient_sum(network, x, y, persons, size=8)
+        gradient_sum(SPACE.supernet().train(), x, y, persons, size=8)
 
 
 @given(counts=st.lists(st.integers(1, 9), max_size=12), size=st.integers(1, 8))

@@ -77,10 +77,9 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
 
     size = largest(watched, network, (FEATURES,), asked, num_classes=2)
     assert size <= asked
-    everyone = clipped(x, y, size=size)
     for record in range(RECORDS):
         others = torch.arange(RECORDS) != record
-        moved = everyone - clipped(x[others], y[others], size=size)
+        moved = clipped(x, y, size=size) - clipped(x[others], y[others], size=size)
         alone = clipped(x[record : record + 1], y[record : record + 1], size=size)
         assert torch.equal(moved, alone)  # not one bit of another's contribution
         assert moved.norm() <= MAX_NORM * (1 + 1e-12)

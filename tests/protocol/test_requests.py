@@ -66,8 +66,7 @@ def values(hint, limits=()):
     if OneOf in by_type:
         return st.sampled_from(by_type[OneOf].names)
     if kind in (int, float):
-        whole = -(2**62) if kind is int else -math.inf
-        return number(kind, by_type.get(Between, Between(whole)))
+        return number(kind, by_type.get(Between, Between(-(2**62) if kind is int else -math.inf)))
     return {str: names, bool: st.booleans(), NoneType: st.none(), Any: plain}[kind]
 
 

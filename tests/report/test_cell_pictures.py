@@ -64,9 +64,8 @@ def test_straight_pieces_of_lines_run_through_no_label(seed):
             end, _, after = piece.partition("H")  # a bend, then perhaps a straight piece
             if after:
                 x, y = (float(value) for value in end.split()[-1].split(","))
-                stop = float(after)
                 for left, top, right, bottom in boxes:
-                    assert stop <= left or right <= x or not top < y < bottom
+                    assert float(after) <= left or right <= x or not top < y < bottom
 
 
 def test_a_darts_cell_shows_inputs_nodes_ops_and_the_joined_output():

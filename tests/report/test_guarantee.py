@@ -78,10 +78,9 @@ def test_the_rate_is_that_of_the_clients(release, rates, batch, rate):
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [SEARCH_RELEASE, SEARCH_RELEASE | release]
     head, (_, row) = score_tables.release_table({"schedule": schedule, "clients": clients})
-    cells = dict(zip(head, row, strict=True))
     told = {"expected batch": batch, "rate p": rate, "steps, at most": "1,200"}
     told |= {"noise multiplier": "1.25", "clipping norm": "0.5"}
-    assert told.items() <= cells.items()
+    assert told.items() <= dict(zip(head, row, strict=True)).items()
 
 
 def test_each_client_has_its_epsilons_and_what_its_filter_spent():

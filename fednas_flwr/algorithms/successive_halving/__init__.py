@@ -21,7 +21,8 @@ class SuccessiveHalvingSettings(LocalEpochs):
         eta: A rung keeps one of this many networks.
         rewarded: Reward by which networks are ranked: the validation accuracy of the clients'
             average (``averaged``), or the speed at which each client's own copy trains (``local``),
-            in one exchange per rung. That takes at most 150 local steps or one local epoch.
+            in one exchange per rung. The latter makes fewer local epochs if they would have over
+            150 steps at the median client, but at least one.
     """
 
     pool: PoolSettings

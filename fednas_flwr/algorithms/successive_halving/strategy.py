@@ -64,6 +64,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
             records = [splits.get("train", 0) for splits in self.cohort.declared.values()]
             amount = shortened(amount, median(records))
             measured = RewardCandidates(training=replace(local, amount=amount))
+            metrics["local_epochs"] = float(amount.epochs or 1)
         else:
             local = replace(local, weights=settings.weights.at_round(server_round, num_rounds))
             metrics |= self.train("train.weights", Train(local=local))
