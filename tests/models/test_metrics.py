@@ -256,7 +256,8 @@ def test_a_report_has_all_scores_as_json(num_classes):
     assert low < found["loss"] < high
     called = logits.argmax(1)
     if num_classes == 2:
-        assert ((logits.softmax(1)[:, 1] >= 0.4).long() != logits.argmax(1)).any()
+        called = (logits.softmax(1)[:, 1] >= 0.4).long()
+        assert (called != logits.argmax(1)).any()
     assert found["confusion"] == confusion_matrix(labels, called).tolist()
     assert [row["count"] for row in found["per_class"]] == [200 / num_classes] * num_classes
     accuracy = float((called == labels).double().mean())
