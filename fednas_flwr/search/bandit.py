@@ -7,17 +7,14 @@ tried, each from the same weights; an arm's reward is the decrease of the client
 loss. Estimates of the rewards determine the best arm, the distribution from which the next arms are
 drawn and, through its entropy, their number.
 
-Deviations (``experiment=feathers/paper_faithful`` reverts the last three):
+Deviations (``experiment=feathers/paper_faithful`` reverts the last two):
 
 * the entropy has its minus sign, which Eq. 7 lacks;
 * arms are drawn without replacement, as the paper's indicator vector has an arm once;
 * step size and retention are two constants, while Eq. 6 uses one for both;
-* rewards are divided by their root mean square in the phase, and the softmax has a temperature.
-  Losses fall most in the first phase, so that raw rewards would keep its winner to the end, and
-  later ones are so small that the distribution would stay almost uniform. If rewards carry noise of
-  known size, a phase moves the estimates by the share of its mean square that is no noise, and
-  differences below the noise do not count;
-* every phase tries two arms or more, among them the best one, from the same weights.
+* the softmax is of estimates divided by their scale and a temperature: raw decreases of a loss are
+  so small that the distribution would stay almost uniform and exploration would never fall. If
+  rewards carry noise of known size, differences below it do not count either.
 
 FedEx: Khodak et al. (2021), arXiv 2106.04502, Alg. 2. Every client of a round trains with a
 configuration drawn from :class:`Theta`; the clients' validation losses, less a baseline, give an
@@ -80,7 +77,7 @@ class Bandit(Learnt):
         settings: The constants.
         estimates_N: Estimated reward of every arm, float64; 0 at first.
         scale: Running root mean square of the rewards; 0 before the first.
-        noise: Standard deviation of the noise on the newest rewards, in the estimates' unit.
+        noise: Standard deviation of the noise on the newest rewards.
         tried: The arms that have received a reward, ascending.
     """
 
@@ -96,19 +93,19 @@ class Bandit(Learnt):
         return cls(settings, torch.zeros(num_arms, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
-        """Pi [N], the softmax of the estimates in units of the temperature, or of more noise."""
+        """Pi [N], the softmax of the estimates in units of scale and temperature."""
         unit = self.settings.temperature
         if self.settings.scaled:
+            unit *= self.scale if self.scale > 0 else 1.0
             unit = math.hypot(unit, self.noise)
         return (self.estimates_N / unit).softmax(dim=0)
 
     def num_trials(self) -> int:
-        """Kappa, the number of arms to try next: round(beta H), at least 1 or 2, at most N."""
-        least = 2 if self.settings.scaled else 1  # one alone is compared with nothing
-        return min(max(least, round(self.settings.beta * self.entropy())), len(self.estimates_N))
+        """Kappa, the number of arms to try next: round(beta H), at least 1 and at most N."""
+        return min(max(1, round(self.settings.beta * self.entropy())), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
-        """Draw ``count`` different arms from pi, ascending; with ``scaled`` the best one, too.
+        """Draw ``count`` different arms from pi, ascending.
 
         It uses the Gumbel trick, which does not need probabilities above zero (torch.multinomial
         does).
@@ -117,8 +114,6 @@ class Bandit(Learnt):
         gumbel_N = -(-uniform_N.log()).log()
         keys_N = self.probabilities().log() + gumbel_N
         keys_N = keys_N.where(self.probabilities() > 0, gumbel_N - 1e6)
-        if self.settings.scaled and self.tried:
-            keys_N[self.best()] = math.inf
         return sorted(keys_N.topk(count).indices.tolist())
 
     def best(self) -> int:
@@ -134,8 +129,7 @@ class Bandit(Learnt):
         """The bandit after a phase (Eq. 6).
 
         Tried arms move by ``step_size`` towards their reward, as bounded by :meth:`bounded`; the
-        others keep ``retention`` of their estimate. With ``scaled``, rewards are in units of the
-        phase, and the more of them is noise, the less moves.
+        others keep ``retention`` of their estimate.
 
         Args:
             rewards: Rewards by arm; an empty mapping changes nothing.
@@ -147,18 +141,15 @@ class Bandit(Learnt):
         if not rewards:
             return self
         seen = self.bounded(rewards)
-        newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
-        unit = (newest or 1.0) if self.settings.scaled else 1.0
-        share = max(0.0, 1 - (noise / unit) ** 2) if self.settings.scaled else 1.0
-        estimates_N = (1 - share * (1 - self.settings.retention)) * self.estimates_N
+        estimates_N = self.settings.retention * self.estimates_N
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
-            step = share * self.settings.step_size
-            estimates_N[arm] = before + step * (reward / unit - before)
+            estimates_N[arm] = before + self.settings.step_size * (reward - before)
+        newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
         root = math.sqrt(0.5)  # for a running mean of squares, of which each phase keeps half
         scale = math.hypot(root * self.scale, root * newest) if self.scale else newest
         tried = sorted({*self.tried, *seen})
-        return replace(self, estimates_N=estimates_N, scale=scale, noise=noise / unit, tried=tried)
+        return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
     def bounded(self, rewards: Mapping[int, float]) -> dict[int, float]:
         """The rewards, all made finite.

@@ -220,8 +220,7 @@ class BanditSettings(Checked):
         retention: Factor, in [0, 1], of an arm's estimate in a phase that does not try it, as a
             good arm may not stay good.
         temperature: Temperature of the softmax, in units of the rewards' scale.
-        scaled: If true, rewards are divided by their scale in the phase, and every phase tries two
-            arms or more, among them the best one.
+        scaled: If true, rewards are divided by their running scale.
     """
 
     beta: Positive

@@ -27,11 +27,13 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     the rounds are those of federated DARTS; in retraining they train the weights of a derived
     network on the clients' train records (the paper's evaluation stage, Alg. 3).
 
-    Known weakness: a reward is the gain of each client's own trained model on its own records. With
+    Known weaknesses: losses fall most in the first phase, so that its best configuration often has
+    the largest estimate to the end. A reward is the gain of each client's own trained model on its own records. With
     skewed labels that gain is largest where a client forgets the other clients' classes. High
     learning rates then win, although their models do not average well.
 
-    Deviations: learning rates are not annealed; the bandit lowers them. One message asks a client
+    Deviations: the paper says that the bandit lowers learning rates, which here it seldom does; no
+    schedule anneals them either. One message asks a client
     for all trials of a phase, so that no client waits for another between trials and the states
     travel once. With privacy, M shrinks with the rewards, as noise proportional to M would
     otherwise drown them: after the first phase it is 4 times their running scale, kept between
