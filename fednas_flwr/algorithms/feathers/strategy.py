@@ -28,16 +28,15 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     network on the clients' train records (the paper's evaluation stage, Alg. 3).
 
     Known weaknesses: losses fall most in the first phase, so that its best configuration often has
-    the largest estimate to the end. A reward is the gain of each client's own trained model on its own records. With
-    skewed labels that gain is largest where a client forgets the other clients' classes. High
-    learning rates then win, although their models do not average well.
+    the largest estimate to the end. A reward is the gain of each client's own trained model on its
+    own records. With skewed labels that gain is largest where a client forgets the other clients'
+    classes. High learning rates then win, although their models do not average well.
 
-    Deviations: the paper says that the bandit lowers learning rates, which here it seldom does; no
-    schedule anneals them either. One message asks a client
-    for all trials of a phase, so that no client waits for another between trials and the states
-    travel once. With privacy, M shrinks with the rewards, as noise proportional to M would
-    otherwise drown them: after the first phase it is 4 times their running scale, kept between
-    ``LEAST_LOSS_BOUND`` and ``loss_bound``.
+    Deviations: in the paper the bandit lowers learning rates, which here it seldom does; no
+    schedule anneals them. One message asks a client for all trials of a phase, so that no client
+    waits for another between trials and the states travel once. With privacy, M shrinks with the
+    rewards, as noise proportional to M would otherwise drown them: after the first phase it is 4
+    times their running scale, kept between ``LEAST_LOSS_BOUND`` and ``loss_bound``.
 
     The draw before a round comes from (seed, stage, round). In trials ``beta_decay`` has the value
     of the round that follows them; the paper has no such regulariser.
