@@ -64,6 +64,7 @@ ACCURACIES = [
     {"metric": "central_accuracy", "title": "federated averaged accuracy (%)", **PERCENT},
     {"metric": "personalised_accuracy", "title": "mean local accuracy (%)", **PERCENT},
 ]
+IN_PAPER = {"metric": "paper", "title": "paper's, CIFAR-10 (%)", "decimals": 1}
 GROUPS = {"phone": range(3), "cpu": range(3, 6), "gpu": range(6, 10)}  # and their classes
 
 
@@ -74,20 +75,14 @@ def main() -> None:
     options = parser.parse_args()
     (data, sizes, blocks, seeds), root = SIZES[options.size], options.root.resolve()
     is_small = options.size == "small"
+    columns = [*ACCURACIES, "num_parameters", "multiply_adds", "search_seconds"]
+    if not is_small:
+        columns.insert(1, IN_PAPER)
     results = start(
         "fdnas" if is_small else f"fdnas_{options.size}",
         title=f"FDNAS and baselines on {data}",
         command=f"{COMMAND}{'' if is_small else f' --size {options.size}'}",
-        columns=[
-            *ACCURACIES[:1],
-            *(
-                []
-                if is_small
-                else [{"metric": "paper", "title": "paper's, CIFAR-10 (%)", "decimals": 1}]
-            ),
-            *ACCURACIES[1:],
-            *("num_parameters", "multiply_adds", "search_seconds"),
-        ],
+        columns=columns,
         against={"algorithm": MOBILENET},
     )
     jobs = [job for seed in seeds for job in federated(seed, sizes, blocks)]

@@ -587,9 +587,8 @@ def test_an_empty_mapping_empties(own_experiment):
     mine = own_experiment({"training": {"class_factors": {"1": 0.5}}})
     assert compose(mine).training.class_factors == {"1": 0.5}
     assert compose(mine, "training.class_factors={}").training.class_factors == {}
-    arms = f"algorithm.configurations=[{ARM}]"
     empty = ("algorithm=feathers", "algorithm.ranges={}")
-    assert compose(*empty, arms).algorithm.ranges == {}
+    assert compose(*empty, f"algorithm.configurations=[{ARM}]").algorithm.ranges == {}
     refuses("^algorithm.ranges=.* has no value for lr", compose, *empty)
     refuses("^algorithm.weights.lr is missing", compose, "algorithm.weights={}")
     table = compose("dataset=csv", "dataset.root=a.csv", "dataset.categories.smoker=[a,b]").dataset

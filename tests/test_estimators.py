@@ -149,8 +149,7 @@ def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
     X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
     X[:, 1], sex = np.arange(len(X)), table["sex"].astype(str).replace("m", "null")  # a class, too
-    odd = "1 has another whole number in every row|the label holds null: if it means that"
-    with pytest.warns(UserWarning, match=odd) as told:
+    with pytest.warns(UserWarning, match="1 has another whole number in every|holds null") as told:
         model = fit(tmp_path, X, sex, groups=groups, verbose=True)
     assert len(told) == 2
     assert f"run folder: {tmp_path / 'run'}" in capsys.readouterr().out

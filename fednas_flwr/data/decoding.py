@@ -437,7 +437,7 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
 
 
 def other_files(root: Path) -> list[str]:
-    """Return sentences on files without an image's suffix and on hidden folders with images."""
+    """Return sentences on files without an image's suffix and on hidden folders of images."""
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
         folders[:] = [name for name in folders if not is_hidden(name)]
@@ -446,8 +446,10 @@ def other_files(root: Path) -> list[str]:
         others.update(Path(name).suffix.lower() or "no suffix" for name in more)
     listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
     said = [f"{others.total()} files are not read as images ({listing})"] if others else []
-    dotted = [at.name for at in sorted(root.glob(".*/")) if image_folders(at)]
-    return said + [f"the folder {name} is left out for its dot: rename it" for name in dotted]
+    for at in sorted(root.glob(".*/")):  # of a class, unlike those of tools, it has images itself
+        if any(name.lower().endswith(SUFFIXES) for name in next(walk(at), ("", [], []))[2]):
+            said.append(f"the folder {at.name} is left out for its dot: rename it")
+    return said
 
 
 def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:

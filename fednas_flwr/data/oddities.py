@@ -21,7 +21,8 @@ from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, co
 _FEWEST = 50  # records from which on a column may be reported to give the label away or be an id
 _SAMPLE = 10_000  # records, about, that are examined for it, evenly spaced
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
-_SLIP = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt|[-\d]+T00:00:00", re.I)
+_TOTAL = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt", re.I)
+_OF_EXCEL = re.compile(r"[-\d]+T00:00:00")  # a date that was a text
 # Codes that mean missing, with or without a minus, and others that occur beside such codes
 _CODES = [9, 99, 888, 999, 8888, 9999]
 _MORE_CODES = [*_CODES, 1, 7, 8, 77, 88, 97, 98, 777, 998, 7777, 9998]
@@ -280,8 +281,10 @@ def _of_columns(records: Records) -> Iterator[str]:
                     f"{column.name} holds {mark}: if it means that a cell is missing, name it in "
                     "dataset.missing_values"
                 )
-            for code in [*filter(_SLIP.fullmatch, codes)][:1]:
-                yield f"{column.name} holds {code}: remove totals, and rewrite what became a date"
+            for code in [*filter(_TOTAL.fullmatch, codes)][:1]:
+                yield f"{column.name} holds {code}: if that row adds up others, remove it"
+            for code in [*filter(_OF_EXCEL.fullmatch, codes)][:1]:
+                yield f"{column.name} holds {code}: if a text became a date, write it again"
             cells = features[:, places] @ np.arange(1, len(places) + 1)
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"

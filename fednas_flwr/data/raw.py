@@ -318,7 +318,7 @@ def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
         array = array.astype(np.float32)
         if np.isinf(array).any():
             raise ConfigError(f"{where} holds infinite numbers: replace or remove them.")
-    tensor = torch.from_numpy(np.require(array, requirements="CW"))
+    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
     return RawData(_numbers(tensor), None, tensor.__getitem__, tuple(notes))
 

@@ -204,7 +204,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
     table's batch size and threads.
     """
     algorithm, device = config.algorithm, make_device(config.runtime.device)
-    hardware = getattr(algorithm, "hardware", None) if "search" in config.stages else None
+    hardware = getattr(algorithm, "hardware", None) if config.searches else None
     limits = getattr(getattr(algorithm, "pool", algorithm), "limits", None)
     if limits is not None and limits.table is not None:
         hardware = Hardware(limits.table, "ms", limits.latency_ms, "additive", 1.0, 1.0)

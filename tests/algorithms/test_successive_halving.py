@@ -22,6 +22,7 @@ from fednas_flwr.protocol import states
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.genotype import from_json, to_json
@@ -230,14 +231,18 @@ def test_rewards_of_local_training_are_those_of_a_plain_loop(searched_locally):
 
 
 @pytest.mark.parametrize(("enough", "epochs"), [(3, 1), (6, 2)])
-def test_local_training_ends_where_its_steps_are_enough(
-    enough, epochs, compose_config, federate, monkeypatch
-):
+def test_enough_steps_end_local_training(enough, epochs, compose_config, federate, monkeypatch):
     monkeypatch.setattr(strategy, "ENOUGH_STEPS", enough)
     config = compose_config(*LOCAL, *UNEQUAL, "algorithm.batch_size=8")  # 4 and 1 steps an epoch
     searched = searched_by(federate(config), rounds=2)
     asked = [settings for action, settings, *_ in searched.asked if action == "evaluate.candidates"]
     assert [settings.training.amount.epochs for settings in asked] == [epochs] * 2
+
+
+def test_the_number_of_epochs_that_were_made_is_reported(run_inline, monkeypatch):
+    monkeypatch.setattr(strategy, "ENOUGH_STEPS", 1)
+    done = run_inline(*LOCAL, "stages=[search]")
+    assert read_run(done.folder).settings["algorithm"]["local_epochs"] == 1
 
 
 def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_config, federate):

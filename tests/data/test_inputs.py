@@ -184,7 +184,7 @@ TABLES = {
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
     "-200": (column(mostly(AGE, -200, 9)), f"-200 in 9 {MAYBE_MISSING}"),
-    "a total among groups": (column(mostly("a", "Total", N)), "x holds Total: remove totals"),
+    "a total among groups": (column(mostly("a", "Total", N)), "x holds Total: if that row adds up"),
     "Julian dates": (column(2459000.5 + np.arange(N) / N), "2459001.5, which float32 blurs: "),
     "half grades": (labels(np.repeat(np.arange(6) / 2, [40, 22, 9, 5, 3, 1])), IS),
     "counts": (labels(mostly(mostly(0, 1, 3), 2, 7) + np.repeat([0, 3, 4, 5], [74, 3, 2, 1])), IS),
@@ -236,12 +236,18 @@ TABLES = {
         lines(lambda of: ["x;y", *(f"{i};{i}.{i:03}" for i in range(1, 81))]),
         "refused: .* has two readings: 1.001 in column y is 1001 or 1.001",
     ),
-    "a word to predict": (labels(["high", *AGE[1:]]), "is numeric but holds high .*task=class"),
+    "a word among numbers to predict": (
+        labels(["high", *AGE[1:]]),
+        "refused: column y of .*t.csv is numeric but holds high in row 1: .* dataset.task=class",
+    ),
     "two signs in numbers to predict": (
         labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),
         "refused: .* such as .* in 80 rows: set dataset.task=regression if they are numbers to pr",
     ),
-    "commas to predict": (labels([f"{x}".replace(".", ",") for x in AGE]), "80 rows: set .*=regre"),
+    "commas in numbers to predict": (
+        labels([f"{x}".replace(".", ",") for x in AGE]),
+        "refused: .* in 80 rows: set dataset.task=regression if they are numbers to predict",
+    ),
     "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
     "numbers to predict, far from 0": (labels(1e9 + AGE), "predict: .* which float32 blurs"),
     "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
@@ -315,7 +321,10 @@ TABLES = {
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
     "zip by another name": (content(in_zip), "numbers: age, lab"),
-    "zip of two tables": (content(lambda of: in_zip(of, of)), "refused: .*of 2 files: save a"),
+    "zip of two tables": (
+        content(lambda of: in_zip(of, of)),
+        "refused: .*archive of 2 files: .*un",
+    ),
     "zip of a folder": (content(lambda of: in_zip(b"", of)), "numbers: age, lab"),
     "images in Parquet": (parquet_of(["x", "age"], [b"\x89PN\0"] * N), "refused: .*images as"),
     "images with their paths in Parquet": (
@@ -336,7 +345,10 @@ TABLES = {
     "a sheet that is hidden": (sheet(lambda table: None), "only the sheet data is read, not Sheet"),
     "hidden rows and columns": (sheet(hide), r"hidden rows and columns are read, too \(2\)"),
     "merged cells": (sheet(lambda of: of.merge_cells("A2:A5")), r"value \(1\).*age .3 missing."),
-    "formulas": (sheet(lambda of: setattr(of["A2"], "value", "=B2")), r"missing \(1\).*age .1 mis"),
+    "formulas that no program computed": (
+        sheet(lambda table: setattr(table["A2"], "value", "=B2")),
+        r"formulas without a stored value count as missing \(1\).*age .1 missing.",
+    ),
     "formulas of another sheet": (
         sheet(lambda table: table.parent.create_sheet("sums").append(["=1+1"])),
         r"only the sheet data is read, not Sheet, sums.*numbers: age, lab",
@@ -417,7 +429,7 @@ def placed(*places, more="", hidden="", beside=""):
         if beside:
             save_pixels(np.eye(8, dtype=np.uint8), root / beside)
         if hidden:
-            (root / hidden).parent.mkdir()
+            (root / hidden).parent.mkdir(parents=True)
             (root / hidden).write_bytes(b"no image")
         return root
 
@@ -474,6 +486,7 @@ IMAGES = {
     "such parts in capitals": (placed("Train", "Validation"), "refused: .*Train has no images"),
     "sites": (placed("s/{}", "t/{}"), "refused: .* and partition=sites <site>/<class>/"),
     "a dot": (placed("{}", ".c"), "the folder .c is left out for its dot: rename it"),
+    "a tool's folder": (placed("{}", hidden=".venv/lib/x.png"), "^(?!.*left out for its dot)"),
     "an Apple's folder": (placed("{}", hidden=".x/y.nii"), ""),
 }
 

@@ -291,8 +291,7 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
 
 
 def test_fednas_data_shows_them(tmp_path, prints):
-    root = by_findings(tmp_path / "data")
     own = ["dataset.labels_file=labels.csv", 'dataset.label_separator="|"', "clients=1"]
     own += ["dataset.image_size=8", f"dataset.cache={tmp_path / 'cache'}"]
     own += ["dataset.server_test=false", "dataset.id_column='Patient ID'"]
-    assert "Mass 2, Nodule 2" in prints("data", root, *own)
+    assert "Mass 2, Nodule 2" in prints("data", by_findings(tmp_path / "data"), *own)

@@ -127,8 +127,7 @@ keys = st.binary(min_size=1, max_size=64)
 @st.composite
 def shares(draw):
     parts = [draw(st.integers(0, 10)) for _ in range(3)]
-    total = sum(parts) or 1
-    parts = [part / total for part in parts] if sum(parts) else [1.0, 0.0, 0.0]
+    parts = [part / sum(parts) for part in parts] if sum(parts) else [1.0, 0.0, 0.0]
     return dict(zip(SPLITS, parts, strict=True))
 
 

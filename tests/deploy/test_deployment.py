@@ -38,7 +38,7 @@ from fednas_flwr.settings.configuration import load_config
 
 from ..finished_runs import assert_same_files, in_process, stop_at
 from ..processes import told
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from ..rows import seldom
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
@@ -189,6 +189,7 @@ FAILURES = [
     ("QuorumError: client 1: no data", "ServerApp failed", QuorumError, "client 1: no data"),
     ("ConfigError: a is b.", "N/A", ConfigError, "a is b."),
     ("", LOST, RuntimeError, f"{LOST} (finished:failed)"),
+    (STOPPED[SystemExit], LOST, RuntimeError, f"{LOST} (finished:failed)"),
 ]
 
 
@@ -204,7 +205,8 @@ def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
     assert "Traceback" in str(caught.value.__cause__)
 
 
-def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
+def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config, monkeypatch):
+    monkeypatch.setattr(deployment, "write_report", raising(OSError("the disk is full")))
     folder = fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
     stop = [stop_at("run_started")]
     refuses("", deploy, deployed_config, listeners=stop, resumed=False, error=KeyboardInterrupt)
@@ -214,9 +216,8 @@ def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
 
 
 def test_unknown_superlink_is_one_sentence(fake_flwr, deployed_config):
-    folder = fake_flwr([], "finished:completed", "N/A")
     answer = {"success": False, "error-message": "SuperLink connection\n 'site' not found."}
-    (folder / "run.json").write_text(json.dumps(answer))
+    (fake_flwr([], "finished:completed", "N/A") / "run.json").write_text(json.dumps(answer))
     with pytest.raises(RuntimeError, match="^flwr run failed: SuperLink connection 'site' not "):
         deploy(deployed_config, listeners=[], resumed=False)
 

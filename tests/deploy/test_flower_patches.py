@@ -75,10 +75,9 @@ def test_nothing_else_replaces_attributes_of_others():
 def test_the_version_is_the_one_that_is_installed_and_required():
     assert importlib.metadata.version("flwr").rpartition(".")[0] in flower_patches.VERSIONS
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    project = tools["hatch"]["metadata"]["hooks"]["custom"]
     major, minor = flower_patches.VERSIONS[-1].split(".")
     required = f"flwr[simulation]>={flower_patches.VERSIONS[0]},<{major}.{int(minor) + 1}"
-    assert required in project["dependencies"]
+    assert required in tools["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
 
 
 def test_what_is_sent_along_comes_with_every_message():

@@ -265,8 +265,7 @@ def test_noise_without_a_usable_scale_is_refused(sigma, norm):
 def gaussian(variance, reach):
     """Return the probabilities of the discrete Gaussian of -reach to reach."""
     weights = [(-Decimal(k * k) / (2 * variance)).exp() for k in range(-reach, reach + 1)]
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    return [weight / sum(weights) for weight in weights]
 
 
 @pytest.mark.parametrize(("sigma", "sites"), [(1, 2), (1, 3), (1, 5), (2, 2), (2, 4)])

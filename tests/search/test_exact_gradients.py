@@ -223,8 +223,7 @@ def derivatives(rows, w, a):
     q, t, c = rows.unbind(1)
     d_w = (q * (w - a * t) + c * a).mean()
     d_a = (-q * t * (w - a * t) + c * w).mean()
-    d_aw = (-q * t + c).mean()
-    return d_w.item(), d_a.item(), d_aw.item()
+    return d_w.item(), d_a.item(), (-q * t + c).mean().item()
 
 
 def step(network, lr):
