@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.search import bandit, local_search
-from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, Configuration
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0
 
@@ -57,6 +57,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Explore if an exploration is due, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
         self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
+        self._round = (server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
@@ -115,7 +116,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         request = rq.Probe(
             search=local if isinstance(local, rq.LocalSearch) else None,
             training=local if isinstance(local, rq.LocalTraining) else None,
-            trials=[rq.Trial(c.sgd(self.clip_norm), c.adam(), c.dropout) for c in configurations],
+            trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
@@ -130,12 +131,19 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""
-        sgd = configuration.sgd(self.clip_norm)
+        sgd = self._sgd(configuration)
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
         alternating = local_search.Alternating(self.settings.rule, beta_decay=self._beta_weight)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
+
+    def _sgd(self, configuration: Configuration) -> SGD:
+        """The constants of the weights' optimiser in this round."""
+        sgd = configuration.sgd(self.clip_norm)
+        if not self.settings.annealed:
+            return sgd
+        return replace(sgd, min_lr=0.0).at_round(*self._round)
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
