@@ -57,7 +57,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         """Explore if an exploration is due, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
         self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
-        self._round = (server_round, num_rounds)
+        self._when = (server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
@@ -143,7 +143,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         sgd = configuration.sgd(self.clip_norm)
         if not self.settings.annealed:
             return sgd
-        return replace(sgd, min_lr=0.0).at_round(*self._round)
+        return replace(sgd, min_lr=0.0).at_round(*self._when)
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
