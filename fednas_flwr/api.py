@@ -178,8 +178,7 @@ def run(
 
     resumed = not isinstance(config, Config)
     if isinstance(config, Config):
-        if strategy is not None:
-            config = _with_strategy(config, strategy)
+        config = config if strategy is None else _with_strategy(config, strategy)
         check(config)
         config = create_run_folder(config)
     else:
@@ -199,14 +198,13 @@ def check(config: Config) -> None:
     here = config.runtime.name != "deployment"  # in a deployment all of these are elsewhere
     incompatible.check_combinations(config)
     check_free(config)
-    if here:
-        check_trackers(config.trackers)
     from fednas_flwr.deploy.grids import check_cluster
 
     check_cluster(config)
     if here:
         from fednas_flwr.pipeline.feasible import check_run
 
+        check_trackers(config.trackers)
         check_run(config)
 
 
@@ -351,8 +349,8 @@ def register_loss(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         name: Name of letters, digits and underscores.
         loss: Function of the logits [1, classes] and the label int64 [1] of one record, or its
             labels [1, classes] of 0 and 1; for a number to predict, of the output [1, 1] and the
-            standardised target [1]. It returns one number. It runs under ``torch.vmap``, so that no
-            record's loss can depend on another record.
+            standardised target [1]. It returns one number, 0 or more. It runs under ``torch.vmap``,
+            so that no record's loss can depend on another record.
 
     Raises:
         ConfigError: The name exists.

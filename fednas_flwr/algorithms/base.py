@@ -551,7 +551,7 @@ class RoundStrategy(Strategy, Generic[S]):
             self._participants = self.cohort.participants(self.stage, server_round)
             self._asked = set()
             planned = self._affordable(server_round, num_rounds, longest_s)
-            metrics = dict(self.run_round(server_round, planned)) | self._alpha_metrics()
+            metrics = dict(self.run_round(server_round, planned) or {}) | self._alpha_metrics()
             metrics |= centrally(server_round)
             if self.cohort.predicts_numbers:
                 metrics = {n.replace(ACCURACY, CLOSENESS): value for n, value in metrics.items()}

@@ -6,9 +6,12 @@ import platform
 import re
 import resource
 import sys
+import traceback
 from functools import lru_cache
 
 from fednas_flwr.base.errors import ConfigError
+
+OWN = "fednas_own"  # name of a module that --with runs
 
 
 def machine_memory() -> int:
@@ -48,10 +51,16 @@ _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?\w+)", re.IGNORECASE
 
 
 def described(error: Exception) -> str:
-    """Return an error's type and text; for a lack of memory, on CPU or GPU, also the remedy."""
+    """Return an error's type and text, and its place in a file of the user's own.
+
+    For a lack of memory, on CPU or GPU, return the remedy.
+    """
     asked = _ASKED.search(str(error))  # torch raises a RuntimeError, numpy a kind of MemoryError
     if asked is None and not isinstance(error, MemoryError):
-        return f"{type(error).__name__}: {error}"
+        frames = traceback.walk_tb(error.__traceback__)
+        own = [(f.f_code.co_filename, n) for f, n in frames if f.f_globals.get("__name__") == OWN]
+        place = " (line {1} of {0})".format(*own[-1]) if own else ""
+        return f"{type(error).__name__}: {error}{place}"
     amount = "" if asked is None else f" when {asked[1]} more were needed"
     return (
         f"out of memory{amount}: lower algorithm.batch_size, retrain.batch_size or "

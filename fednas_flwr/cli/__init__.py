@@ -15,6 +15,7 @@ import re
 import runpy
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from fednas_flwr import __version__
 from fednas_flwr.base.errors import ConfigError, DamagedError
 from fednas_flwr.base.files import OTHERS_WRITE
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.base.memory import described
+from fednas_flwr.base.memory import OWN, described
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[..., int | None]  # returns the exit code, None for 0
@@ -216,13 +217,13 @@ def _run(path: str) -> None:
         raise ConfigError(f"--with {path} is no file: give one of Python that registers your own.")
     try:
         # It is not kept as a module, so that Ray sends its classes by value.
-        runpy.run_path(path, run_name="fednas_own")
+        runpy.run_path(path, run_name=OWN)
     except ConfigError as error:
         raise ConfigError(f"--with {path}: {error}") from error
     except Exception as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
         place = f" in line {lines[-1]}" if lines else ""
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200)
         raise ConfigError(
             f"--with {path} fails{place}: {type(error).__name__}: {reason}; correct it."
         ) from error

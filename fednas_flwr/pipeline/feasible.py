@@ -30,6 +30,7 @@ from fednas_flwr.models import networks as nets
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
+from fednas_flwr.privacy.mechanism.record_gradients import refuse_batch_norm
 from fednas_flwr.privacy.mechanism.renyi import booked_unit
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy, check_action, check_planned
@@ -200,7 +201,7 @@ def check_buildable(config: Config) -> Made:
     if own_loss := make_objective(config, prepared, device).own_loss:
         shape, dtype = prepared.train.labels.shape[1:], prepared.train.labels.dtype
         labels = torch.zeros(2, *shape, dtype=dtype, device=device)
-        logits = torch.zeros(2, prepared.num_classes, device=device)
+        logits = torch.linspace(-3, 3, 2 * prepared.num_classes, device=device).view(2, -1)
         check_own_loss(str(config.training.loss), own_loss, logits, labels)
     _check_images(config.dataset, prepared)
     if config.dp:
@@ -231,6 +232,8 @@ def check_buildable(config: Config) -> Made:
     if config.retrains:
         networks["retrain"] = network
     for stage, network in networks.items():
+        if config.dp:
+            refuse_batch_norm(network)
         has_norm = any(isinstance(layer, nn.GroupNorm) for layer in network.modules())
         if has_norm and (error := _error_of_one_record(network.eval(), prepared.input_shape)):
             sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")

@@ -223,16 +223,15 @@ def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Est
     pairs: list[tuple[Run, Run]] = []
     values: list[float] = []
     for run in runs:
-        pair = run, by_seed.get(run.config.get("seed"), run)
-        ours, theirs = map(main.read, pair)
-        if pair[1] is not run and ours is not None and theirs is not None:
-            pairs.append(pair)
+        other = by_seed.get(run.config.get("seed"))
+        ours, theirs = main.read(run), None if other is None else main.read(other)
+        if other is not None and ours is not None and theirs is not None:
+            pairs.append((run, other))
             values.append(ours - theirs)
-    alike = len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1
-    first, other = (
-        run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0]
-    )
-    records = rn.paired_interval(first, other, main.name.removeprefix("central_"))
+    records = None
+    if len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1:
+        first, second = (run.scores("central") for run in pairs[0])
+        records = rn.paired_interval(first, second, main.name.removeprefix("central_"))
     return Estimate.by(values, records)
 
 

@@ -27,7 +27,7 @@ from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
 from fednas_flwr.base.shares import wilson
-from fednas_flwr.runs.numbers import Unit, is_noised, largest, overall
+from fednas_flwr.runs.numbers import GUESSES, Unit, is_noised, largest, overall
 from fednas_flwr.settings.names import QUANTILES
 
 DASH = "–"
@@ -232,7 +232,7 @@ def _sentences() -> Any:
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
-    environment.tests["noised"] = is_noised
+    environment.tests |= {"noised": is_noised, "guess": GUESSES.__contains__}
     environment.globals.update(DASH=DASH, QUANTILES=QUANTILES, overall=overall, wilson=wilson)
     return environment
 

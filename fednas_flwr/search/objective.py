@@ -1,6 +1,7 @@
 """The objective of training and evaluation: one object for losses, class factors and scores."""
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,9 +228,12 @@ class Objective:
 def check_own_loss(name: str, loss: OwnLoss, logits: Tensor, labels: Tensor) -> None:
     """Refuse a loss of the user's that fails on some records, or has no gradient there."""
     try:
-        torch.autograd.grad(_own_losses(loss, logits.requires_grad_(), labels).sum(), logits)
+        losses = _own_losses(loss, logits.requires_grad_(), labels)
+        torch.autograd.grad(losses.sum(), logits)
+        if losses.min() < 0:
+            raise ValueError(f"it is {losses.min():.3g}, but must never be below 0")
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200)
         raise ConfigError(
             f"training.loss={name} of your own fails: {reason.rstrip('.')}. It is computed for one "
             "record at a time, by torch.vmap, and differentiated: use tensor operations only."

@@ -124,9 +124,9 @@ class Configuration(Checked):
     def _of_weights(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("lr", "momentum", "weight_decay")}
 
-    def sgd(self, clip_norm: float | None) -> SGD:
-        """Return the constants of the weights' optimiser, with a constant learning rate."""
-        return SGD(**self._of_weights, min_lr=self.lr, clip_norm=clip_norm)
+    def sgd(self, clip_norm: float | None, *, annealed: bool = False) -> SGD:
+        """Return the constants of the weights' optimiser; its learning rate may fall to 0."""
+        return SGD(**self._of_weights, min_lr=0.0 if annealed else self.lr, clip_norm=clip_norm)
 
     def annealed(self, weights: SGD) -> SGD:
         """Return ``weights`` with this learning rate, momentum and decay, still annealed."""

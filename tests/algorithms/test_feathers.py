@@ -142,16 +142,24 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
 
 
-def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
-    federation = search(*SETTINGS, "algorithm.beta_decay=0.8", rounds=ROUNDS)
+def test_a_rounds_regulariser_and_annealed_rate_are_those_of_its_trials(search):
+    changed = ["algorithm.beta_decay=0.8", "algorithm.annealed=true"]
+    federation = search(*SETTINGS, *changed, rounds=ROUNDS)
     searched = [exchange.settings.local for exchange in of_action(federation, "train.search")]
     expected = pytest.approx([0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)])
     assert [local.alternating.beta_decay for local in searched] == expected
-    tried = of_action(federation, "train.probe")
-    assert len(tried) == len(explored(federation)) > 1
-    for event, exchange in zip(explored(federation), tried, strict=True):
+    best = {event["round"]: event["configuration"]["lr"] for event in explored(federation)}
+    rates = pytest.approx([best[1], 0.75 * best[1], 0.25 * best[3]])  # (1 + cos) / 2
+    assert [local.weights.lr for local in searched] == rates
+    assert [event["metrics"]["lr"] for event in federation.named("round")] == rates
+    probes = of_action(federation, "train.probe")
+    for event, exchange in zip(explored(federation), probes, strict=True):
         weight = exchange.settings.search.alternating.beta_decay
         assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
+        tried = [federation.strategy.configurations[int(arm)].lr for arm in event["rewards"]]
+        of_trials = [trial.weights.lr for trial in exchange.settings.trials]
+        share = {1: 1, 3: 0.25}[event["round"]]
+        assert of_trials == pytest.approx([share * rate for rate in tried])
 
 
 def test_the_best_configuration_searches(searched):

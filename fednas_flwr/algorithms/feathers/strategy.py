@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -48,15 +48,13 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         self.configurations = bandit.make_configurations(settings, self.config.seed)
         self.bandit = bandit.Bandit.of(len(self.configurations), settings.bandit)
         self.values = {"bandit": self.bandit.to_json()}
-        self._beta_weight = 0.0
-        self.clip_norm = settings.clip_norm
-        if self.stage == "retrain":
-            self.clip_norm = self.config.retrain.weights.clip_norm
+        self._when = (1, 1)
+        of_stage = self.config.retrain.weights if self.stage == "retrain" else settings
+        self.clip_norm = of_stage.clip_norm
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Explore if an exploration is due, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
-        self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
         self._when = (server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
@@ -67,7 +65,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         else:
             metrics = self.train("train.search", rq.Search(local=local))
         self.values = {"bandit": self.bandit.to_json()}
-        return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
+        return metrics | {"lr": self._sgd(best).lr, "alpha_lr": best.alpha_lr}
 
     def _explore(self, server_round: int) -> None:
         """Try the configurations that the bandit draws, and update the bandit."""
@@ -135,15 +133,14 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
-        alternating = local_search.Alternating(self.settings.rule, beta_decay=self._beta_weight)
+        beta_decay = local_search.rising(self.settings.beta_decay, *self._when)
+        alternating = local_search.Alternating(self.settings.rule, beta_decay=beta_decay)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
 
     def _sgd(self, configuration: Configuration) -> SGD:
         """The constants of the weights' optimiser in this round."""
-        sgd = configuration.sgd(self.clip_norm)
-        if not self.settings.annealed:
-            return sgd
-        return replace(sgd, min_lr=0.0).at_round(*self._when)
+        sgd = configuration.sgd(self.clip_norm, annealed=self.settings.annealed)
+        return sgd.at_round(*self._when)
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:

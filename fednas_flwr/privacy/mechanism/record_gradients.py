@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base import layers
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.self_test import Watch
 
 Parameters = Mapping[str, nn.Parameter]  # by name
@@ -148,7 +149,7 @@ def record_gradients(
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
-    """Raise ValueError for layers that keep or use statistics of the batch, trainable or not.
+    """Raise ConfigError for layers that keep or use statistics of the batch, trainable or not.
 
     Opacus' validator checks only trainable layers, and a supernet's norms have no weights. The
     check concerns only the structure, as an error that depended on the records would be a release.
@@ -158,7 +159,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
             isinstance(submodule, nn.modules.batchnorm._NormBase) and submodule.track_running_stats
         ):
             name = next(name for name, other in module.named_modules() if other is submodule)
-            raise ValueError(
+            raise ConfigError(
                 f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
                 "mixes the records of a batch: a private run needs group normalisation "
                 "(search_space.norm=group)."
