@@ -32,8 +32,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     own records. With skewed labels that gain is largest where a client forgets the other clients'
     classes. High learning rates then win, although their models do not average well.
 
-    Deviations: in the paper the bandit lowers learning rates, which here it seldom does; no
-    schedule anneals them. One message asks a client for all trials of a phase, so that no client
+    Deviations: in the paper the bandit alone lowers learning rates, which here it seldom does;
+    ``annealed`` lets each configuration's rate, also in trials, fall over the stage. One message asks a client for all trials of a phase, so that no client
     waits for another between trials and the states travel once. With privacy, M shrinks with the
     rewards, as noise proportional to M would otherwise drown them: after the first phase it is 4
     times their running scale, kept between ``LEAST_LOSS_BOUND`` and ``loss_bound``.
