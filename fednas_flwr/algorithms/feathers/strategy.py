@@ -33,10 +33,11 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     classes. High learning rates then win, although their models do not average well.
 
     Deviations: in the paper the bandit alone lowers learning rates, which here it seldom does;
-    ``annealed`` lets each configuration's rate, also in trials, fall over the stage. One message asks a client for all trials of a phase, so that no client
-    waits for another between trials and the states travel once. With privacy, M shrinks with the
-    rewards, as noise proportional to M would otherwise drown them: after the first phase it is 4
-    times their running scale, kept between ``LEAST_LOSS_BOUND`` and ``loss_bound``.
+    ``annealed`` lets each configuration's rate, also in trials, fall over the stage. One message
+    asks a client for all trials of a phase, so that no client waits for another between trials and
+    the states travel once. With privacy, M shrinks with the rewards, as noise proportional to M
+    would otherwise drown them: after the first phase it is 4 times their running scale, kept
+    between ``LEAST_LOSS_BOUND`` and ``loss_bound``.
 
     The draw before a round comes from (seed, stage, round). In trials ``beta_decay`` has the value
     of the round that follows them; the paper has no such regulariser.
