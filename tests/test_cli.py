@@ -103,6 +103,7 @@ config=nowhere.yaml | config=nowhere.yaml cannot be read
 -m hydra/launcher=none seed=1,2 | hydra/launcher=none is unknown: choose one of basic | [sweeps]
 -m seed=interval(1,2) | does not support sweep type | hydra/sweeper=optuna
 -m hydra/sweeper=optuna sweep.metric=loss seed=range(1,3) | sweep.metric=loss is unknown
+-m hydra/sweeper=optuna algorithm=fedavg seed=range(1,3) | validation_loss is of a search
 garbage | 'garbage' | key=value
 stages=[search | 'stages=[search' | key=value
 seed=1,2 | seed=1,2 | add -m

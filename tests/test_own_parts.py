@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import runpy
 import threading
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
 from fednas_flwr.base import processes
+from fednas_flwr.base.memory import OWN, described
 from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
@@ -193,12 +195,31 @@ def test_a_loss_sees_one_record_at_a_time():
     refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
 
 
-@pytest.mark.parametrize("loss", [lambda *_: torch.zeros(1), lambda one, _: one.max().item()])
+WRONG_LOSSES = [
+    *(lambda *_: torch.zeros(1), lambda one, _: one.max().item()),
+    lambda one, label: one[0, 0].tanh(),  # may be below 0
+]
+
+
+@pytest.mark.parametrize("loss", WRONG_LOSSES)
 def test_a_loss_that_is_wrong_ends_a_run_before_it_begins(loss, tmp_path):
     register_loss("odd", loss)
     words = "training.loss=odd of your own fails: .* use tensor operations only"
     refuses(words, run, composed(tmp_path / "run", "training.loss=odd"))
     assert not (tmp_path / "run").exists()
+
+
+def test_batch_norm_of_ones_own_ends_a_private_run_before_it_begins(tmp_path):
+    register_network("odd", lambda _, classes: nn.Sequential(nn.BatchNorm2d(1), small((64,), 10)))
+    config = composed(tmp_path / "run", "privacy=dp", "algorithm=fedavg", "algorithm.network=odd")
+    refuses("0 is batch normalisation or keeps running statistics", run, config)
+
+
+def test_an_error_in_ones_own_file_has_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def fail():\n    return {}['alfas']\n")
+    with pytest.raises(KeyError) as failure:
+        runpy.run_path(str(tmp_path / "mine.py"), run_name=OWN)["fail"]()
+    assert described(failure.value) == f"KeyError: 'alfas' (line 2 of {tmp_path / 'mine.py'})"
 
 
 def composed(folder, *settings):
@@ -372,13 +393,10 @@ def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
     assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in said
 
 
-@pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
-def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
+def test_a_score_that_fails_ends_a_run_before_it_begins(score, tmp_path):
     register_metric("wrong", score)
-    cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
-    assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) != 0
-    assert "the metric wrong of your own" in capsys.readouterr().err
-    assert (folder / "model.onnx").exists()
+    refuses("the metric wrong of your own fails", run, composed(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
     refuses("metric=wrong exists", register_metric, "wrong", score)
     refuses("metric=AUROC exists", register_metric, "AUROC", score)

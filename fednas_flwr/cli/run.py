@@ -161,6 +161,11 @@ def sweep(asked: hydra.Arguments) -> int:
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
         best = [_direction(name) for name in planned.metrics]
+        if SEARCH_LOSS in planned.metrics and "network" in planned.tree["algorithm"]:
+            raise ConfigError(
+                f"sweep.metric={SEARCH_LOSS} is of a search, and algorithm="
+                f"{planned.tree['algorithm']['name']} has none: set sweep.metric=central_accuracy."
+            )
         several = f"[{','.join(best)}]"
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]
         more += ["hydra.sweeper.max_failure_rate=1.0"]

@@ -288,6 +288,8 @@ def channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
             return images if first else images.transpose(0, 3, 1, 2)
     is_number = images.dtype.kind in "fiu" and images.size
     span = f" from {images.min():.9g} to {images.max():.9g}" if is_number else ""
+    if is_number and not np.isfinite(images).all():
+        span = f", not finite in image {np.argwhere(~np.isfinite(images))[0, 0]}"
     raise ConfigError(
         f"{origin} holds features {images.dtype} of shape {images.shape}{span}: expected uint8 "
         "images [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, whole numbers from 0 "

@@ -139,7 +139,8 @@ def _of_labels(records: Records) -> Iterator[str]:
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
     if empty and (len(records) >= _FEWEST or not records.schema):
-        yield f"no record to train on has the label {listed(empty, 5)}: do labels begin at 1?"
+        asked = ": do labels begin at 1?" if empty[0].isdecimal() else ""
+        yield f"no record to train on has the label {listed(empty, 5)}{asked}"
     if records.multi_label and bool((records.labels.sum(1) == 1).all()):
         yield (
             f"every record has exactly one of {len(counts)} labels: for one class per record give "

@@ -560,7 +560,9 @@ def detailed(
         predicted_N = objective.predictions(logits_NC)
         occurring = torch.unique(predicted_N).tolist()
         results["only_class"] = occurring[0] if len(occurring) == 1 else None
-        results["majority"] = float(torch.bincount(labels_N).max()) / len(labels_N)
+        shares = torch.bincount(labels_N).double() / len(labels_N)
+        results["majority"] = float(shares.max())
+        results["shares_log_loss"] = float(torch.special.entr(shares).sum())
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
         results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
     whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))

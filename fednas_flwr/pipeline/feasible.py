@@ -20,6 +20,7 @@ from torch import nn
 from fednas_flwr.algorithms.stage_strategies import make_sampling, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client import making
 from fednas_flwr.client.making import check_public, make_objective, num_units
 from fednas_flwr.data import loaders
@@ -27,6 +28,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.records import Parts
 from fednas_flwr.models import networks as nets
+from fednas_flwr.models.metrics import own_scores
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
@@ -41,7 +43,7 @@ from fednas_flwr.search.objective import check_own_loss
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses
 from fednas_flwr.settings.names import CLIENT, SPLITS
-from fednas_flwr.settings.registry import SUPERNET, algorithm_of
+from fednas_flwr.settings.registry import SUPERNET, TABLES, algorithm_of
 
 
 def check_run(config: Config) -> None:
@@ -157,6 +159,7 @@ def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, R
 
 COPIES = 4  # of a network's weights in memory: the server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
+PROBED = 1000  # records whose labels try a metric of the user's, with guesses
 LARGEST_FEATURE = 1e18  # its square fits into float32
 
 
@@ -204,6 +207,12 @@ def check_buildable(config: Config) -> Made:
         logits = torch.linspace(-3, 3, 2 * prepared.num_classes, device=device).view(2, -1)
         check_own_loss(str(config.training.loss), own_loss, logits, labels)
     _check_images(config.dataset, prepared)
+    if TABLES["metric"]:
+        drawn = make_generator(config.seed, "metric")
+        rows = torch.randperm(len(prepared.train), generator=drawn)[:PROBED]
+        size, labels = (len(rows), prepared.num_classes), prepared.train.labels[rows]
+        guesses = torch.rand(size, generator=drawn, dtype=torch.float64)
+        own_scores(guesses if prepared.train.is_regression else guesses.softmax(1), labels)
     if config.dp:
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]

@@ -50,7 +50,7 @@ def test_the_first_screen_answers_five_questions(browser, make_run, told):
     page.goto(write_report(folder).as_uri())
     page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
     for words in (
-        "Yes: the network is better than simpler models, by more than chance",  # is it worth it?
+        "but no simpler model was trained",  # is it worth it?
         "95 % interval 84.0 % to 95.0 %",  # how sure?
         "Fares worst: client 1" if told else "clients keep their own scores",
         "Epsilon to state",

@@ -255,6 +255,9 @@ def test_what_privacy_costs_is_one_sentence(make_run):
     with_resamples(private, [0.7 + 0.01 * k for k in range(41)])
     text = sentence("costs_of_privacy", compare_runs([plain, private]))
     assert text.endswith("after 90.0 % (plain), a loss that chance can explain.")
+    with_config(private, algorithm={"name": "fedavg"})
+    text = sentence("costs_of_privacy", compare_runs([plain, private]))
+    assert text.endswith("can explain; these runs also differ in algorithm.")
     assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)
     assert sentence("costs_of_privacy", compare_runs([plain])) == ""
     config = plain / "config.yaml"
