@@ -299,8 +299,11 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         empty = np.flatnonzero(pd.isna(y) | (y.astype(str) == ""))
         if len(empty):
             raise ValueError(f"y has no class in record {empty[0]}: leave it out, or name one.")
+        try:
+            self.classes_ = np.unique(y)
+        except TypeError:
+            raise ValueError("y mixes numbers and texts as classes: use texts.") from None
         check_classification_targets(y)
-        self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"y has one class, {self.classes_[0]}: a classifier needs two or more."

@@ -176,6 +176,8 @@ def test_targets_that_do_not_fit_are_refused():
     images, numbers = load_digits().images[:20], np.arange(20)
     with pytest.raises(ValueError, match="y has one class, 7"):  # of objects that are numbers
         FedClassifier().fit(np.eye(4), np.array([7] * 4, dtype=object))
+    mixed = np.array([0, "x"] * 2, dtype=object)
+    refuses("mixes numbers and texts", FedClassifier().fit, np.eye(4), mixed, error=ValueError)
     known = pd.Series([True] * 4, dtype="boolean")
     refuses("one class, True", FedClassifier().fit, np.eye(4), known, error=ValueError)
     X, times, known = np.eye(4), pd.Series(pd.to_timedelta(range(4), unit="D")), [0, 1] * 2

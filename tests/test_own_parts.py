@@ -211,7 +211,8 @@ def test_a_loss_that_is_wrong_ends_a_run_before_it_begins(loss, tmp_path):
 
 def test_batch_norm_of_ones_own_ends_a_private_run_before_it_begins(tmp_path):
     register_network("odd", lambda _, classes: nn.Sequential(nn.BatchNorm2d(1), small((64,), 10)))
-    config = composed(tmp_path / "run", "privacy=dp", "algorithm=fedavg", "algorithm.network=odd")
+    own = ("privacy=dp", "algorithm=fedavg", "algorithm.network=odd", f"run_dir={tmp_path / 'run'}")
+    config = compose("dataset.limit_train=300", f"dataset.cache={tmp_path}", *own)
     refuses("0 is batch normalisation or keeps running statistics", run, config)
 
 

@@ -246,21 +246,24 @@ def _open(
             pixels, said = _dicom(content, intensity)
             return pixels, pixels, [_GRAY if pixels.ndim == 2 else _COLOUR, *said]
         with Image.open(io.BytesIO(content)) as opened:
-            orientation = opened.getexif().get(_ORIENTATION, 1)
+            turned = opened.getexif().get(_ORIENTATION, 1) in range(2, 9)
+            tags = getattr(opened, "tag_v2", {})  # of a TIFF
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
             bands = opened.getbands()
             facts = {
-                _TURNED: orientation in range(2, 9),
+                _TURNED: turned,
                 _PAGED: getattr(opened, "n_frames", 1) > 1,
                 _CLEAR: is_clear,
-                _BANDS: getattr(opened, "tag_v2", {}).get(_SAMPLES, 1) > max(3, len(bands)),
+                _BANDS: tags.get(_SAMPLES, 1) > max(3, len(bands)),
             }
             said = [fact for fact, is_so in facts.items() if is_so]
-            if opened.mode == "L" and getattr(opened, "tag_v2", {}).get(_FORMAT, (1,)) == (2,):
+            if opened.mode == "L" and tags.get(_FORMAT, (1,)) == (2,):
                 raise _BrokenError("it holds signed numbers of 8 bits: save 16 bits")
             kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
             if kind in _RANGES:
                 pixels = np.asarray(opened)
+                if pixels.dtype == np.uint16 and tags.get(_WHITE) == 0:
+                    pixels = ~pixels
                 shown = _shades(pixels, intensity, _RANGES[kind])
             else:
                 image: Image.Image = opened
@@ -269,9 +272,10 @@ def _open(
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
                 mode = "L" if kind == _GRAY else "RGB"
                 shown = pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-            if _TURNED in said:
+            left = opened.getexif().get(_ORIENTATION, 1)  # 1 if Pillow has turned it, as TIFF
+            if turned and left != 1:
                 image = Image.fromarray(shown)
-                image.getexif()[_ORIENTATION] = orientation
+                image.getexif()[_ORIENTATION] = left
                 shown = np.asarray(ImageOps.exif_transpose(image))
     except _BrokenError:
         raise
@@ -292,7 +296,7 @@ def _own(pixels: np.ndarray) -> bytes:
     return first if others == [first] * 2 else b"".join([first, *others])
 
 
-_ORIENTATION, _SAMPLES, _FORMAT = 0x0112, 0x0115, 0x0153  # tags of EXIF and TIFF
+_ORIENTATION, _SAMPLES, _FORMAT, _WHITE = 0x0112, 0x0115, 0x0153, 0x0106  # tags of EXIF and TIFF
 
 
 def _shades(

@@ -56,6 +56,8 @@ _SPLIT_NAME = re.compile(
     re.I,
 )
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
+_ALONE = 1000  # distance of a slip from the others, in units of their range
+_FAR_OFF = 10  # standard deviations beyond which few numbers to predict may be
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers per record; a column of fewer counts records, without those of a test
 _COARSE = 1e-5  # range over distance from 0; float32 then has fewer than 200 values
@@ -131,8 +133,13 @@ def off_scale(
         for name, middle, usual, spread in zip(names, middles, mean, std, strict=False)
         if name and abs(middle - usual) > 2 * spread + 1e-3 * abs(usual)  # means are rounded
     ]
+    for column, (name, usual, spread) in enumerate(zip(names, mean, std, strict=False)):
+        far = abs(features[:, column] - usual) > _FAR_OFF * spread + 1e-3 * abs(usual)
+        number = int(far.sum())
+        if name and max(1, len(features) / 100) < number < len(features) / 2:
+            found.append(f"{name} (in {number} records, as {features[far, column][0]:.3g})")
     if found:
-        yield f"numbers far from those in training, as in another unit or scale: {listed(found, 5)}"
+        yield f"numbers far from the usual ones, as in another unit or scale: {listed(found, 5)}"
 
 
 def _of_labels(records: Records) -> Iterator[str]:
@@ -338,6 +345,9 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     if said := _set_apart(values, counts):
         return said
+    for far, near, *_, end in (values, values[::-1]) if len(values) > 2 else ():
+        if abs(near - far) > _ALONE * abs(end - near):
+            return f"{far:g} is far from all other numbers: a slip?"
     few = 1 < counts[0] < counts.sum() / 2
     if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"

@@ -193,9 +193,12 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 def _checked_labels(labels: np.ndarray, inputs: Inputs) -> Tensor | None:
     """Return labels as in ``RawData``; None if they are of another form."""
+    classes = len(inputs.class_names)
+    are_numbers = labels.dtype.kind in "iu" and all(map(str.isdecimal, inputs.class_names))
+    if are_numbers and [*inputs.class_names] != [*map(str, range(classes))]:
+        return None  # they may be names of classes, or places of names
     with suppress(ConfigError):  # a text that is no class
         labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
-    classes = len(inputs.class_names)
     form = (classes,) if inputs.multi_label else ()
     if labels.dtype.kind not in ("iuf" if inputs.target else "iu") or labels.shape[1:] != form:
         return None
@@ -305,7 +308,12 @@ def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
 
 
 def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
-    array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
+    if isinstance(data, np.ma.MaskedArray) and inputs.is_table:
+        data = data.astype(float).filled(np.nan)
+    try:
+        array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
+    except ValueError as error:
+        raise ConfigError(f"{where} has rows or images of several shapes: {error}.") from error
     names = feature_names(inputs.schema)
     if not inputs.is_table:
         array = _checked_images(array, inputs, where=where)

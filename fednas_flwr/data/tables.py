@@ -474,7 +474,7 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
         n: sorted(word for word in of if word.lower() not in notation.YES_NO)[:10]
         for n, of in words.items()
     }
-    if unclear := {n: of for n, of in others.items() if of}:
+    if unclear := {n: sorted(words[n])[:10] for n, of in others.items() if of}:
         name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
             f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "

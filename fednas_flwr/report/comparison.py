@@ -318,7 +318,7 @@ def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Pat
     settings = [_settings(runs[0]) for runs in groups]
     rows = [{name: of_group.get(name, DASH) for name in shown} for of_group in settings]
     used: list[str] = []
-    for name in sorted(shown, key=lambda name: -len({row[name] for row in rows})):
+    for name in sorted(shown, key=lambda n: (-len({row[n] for row in rows}), n not in GROUPS)):
         if len({tuple(row[n] for n in used) for row in rows}) < len(rows) or not used:
             used.append(name)
     return [

@@ -206,6 +206,11 @@ def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
     full, _ = read_folder(tmp_path)
     assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
+    Image.fromarray(~deep).save(tmp_path / "1.tif")
+    black, white = (bytes([6, 1, 3, 0, 1, 0, 0, 0, of]) for of in (1, 0))  # the number for zero
+    changed = (tmp_path / "1.tif").read_bytes().replace(black, white)
+    shown = decoding.decode_like(changed, "1.tif", (1, 1, 4), None)
+    assert shown.flatten().tolist() == [0, 4, 16, 255]
     (note,) = full.notes
     assert note == "1 16 bit images: 0..65535 become 0..255, of which they hold 0..65535"
     cut, _ = read_folder(tmp_path, intensity=(1000, 4095))
@@ -225,6 +230,11 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path):
     assert turned.features[0, 0].tolist() == np.rot90(pixels, -1).tolist()
     assert turned.ids.tolist() == plain.ids.tolist()
     assert turned.notes == ("1 images turned upright as their EXIF orientation says",)
+    (tmp_path / "a" / "1.png").unlink()
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.tif", tiffinfo={0x0112: 6})
+    again, _ = read_folder(tmp_path)  # Pillow turns a TIFF itself
+    assert again.features.tolist() == turned.features.tolist()
+    assert again.notes == turned.notes
 
 
 def test_one_image_in_colour_makes_all_of_them_so(tmp_path):
@@ -416,7 +426,9 @@ def test_masks_in_folders_of_a_class_are_told(tmp_path):
     (note,) = read_raw(tmp_path / "a" / "masks" / "labels.csv", inputs).notes
     assert "holds c, and not only a, b: predictions are not compared" in note
     np.savez(tmp_path / "a.npz", x=PIXELS[None], y=np.array([2]))
-    assert "has other labels than the model" in read_raw(tmp_path / "a.npz", inputs).notes[-1]
+    for names in (("a", "b"), ("0", "10", "2")):  # 2 may be a name, or a place
+        raw = read_raw(tmp_path / "a.npz", replace(inputs, class_names=names))
+        assert "has other labels than the model" in raw.notes[-1]
 
 
 def test_fractions_with_channels_last_are_read_as_shades(tmp_path):

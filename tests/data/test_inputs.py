@@ -183,6 +183,7 @@ TABLES = {
     "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), IN_WORDS),
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
+    "a slip": (column(np.where(np.arange(N) == 3, 49e6, AGE)), "4.9e.07 is far from all other num"),
     "-200": (column(mostly(AGE, -200, 9)), f"-200 in 9 {MAYBE_MISSING}"),
     "a total among groups": (column(mostly("a", "Total", N)), "x holds Total: if that row adds up"),
     "Julian dates": (column(2459000.5 + np.arange(N) / N), "2459001.5, which float32 blurs: "),
@@ -513,7 +514,7 @@ ARRAYS = {
     "labels with blanks": ({"X": PIXELS, "y": np.array(["b", "b "])[Y]}, "has the label b"),
     "an array that nothing reads": ({"X": PIXELS, "y": Y, "patient": Y}, "patient of .* not read"),
     "frames": ({"x_train": np.stack([PIXELS] * 3, 1)[..., None], "y_train": Y}, "80, 3, 6, 6, 1"),
-    "no number": ({"x": PIXELS / np.where(Y, 9, np.nan)[:, None, None], "y": Y}, "refused: .*nan"),
+    "no number": ({"x": PIXELS / np.where(Y, 9, np.nan)[:, None, None], "y": Y}, "e in image 0"),
     "12 bits": ({"x_train": PIXELS.astype(int) * 16, "y_train": Y}, "refused: .* from 0 to 4064"),
     "flat": ({"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y}, "x8"),
     "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECT),
@@ -644,6 +645,13 @@ def test_numbers_on_another_scale_are_told(tmp_path):
         (note,) = read_raw(given, inputs).notes
         assert re.search(r"in another unit or scale: lab \(2.4\d, and not 100\)$", note)
     assert read_raw(PLAIN, inputs).notes == ()
+    coded = PLAIN[["age", "lab"]].to_numpy(float, copy=True)
+    coded[::3] = -999
+    (note,) = read_raw(coded, inputs).notes
+    assert note.endswith("scale: age (in 27 records, as -999), lab (in 27 records, as -999)")
+    masked = read_raw(np.ma.masked_equal(coded, -999), inputs)
+    assert (masked.batch(slice(None)).isnan().sum(), masked.notes) == (54, ())
+    refuses("rows or images of several shapes", read_raw, [[1, 2], [3]], inputs)
     refuses("the data holds infinite numbers", read_raw, np.full((3, 2), np.inf), inputs)
     # a frame that is still to be computed is an object, too
     refuses("expected numbers .N, 2., .*; or a DataFrame", read_raw, object(), inputs)
@@ -651,7 +659,7 @@ def test_numbers_on_another_scale_are_told(tmp_path):
     test = replace(train, features=train.features / 99, ids=np.roll(train.ids, 1))
     notes = oddities(train, test)
     assert notes[0] == "test set: 80 of its 80 records or persons are among those to train on"
-    assert notes[1].startswith("test set: numbers far from those in training")
+    assert notes[1].startswith("test set: numbers far from the usual ones")
     other = replace(train, ids=np.array([b"a"] * N))
     assert oddities(train, other) == []
     (note,) = oddities(train, replace(other, labels=train.labels * 0))

@@ -255,7 +255,9 @@ def test_what_privacy_costs_is_one_sentence(make_run):
     with_resamples(private, [0.7 + 0.01 * k for k in range(41)])
     text = sentence("costs_of_privacy", compare_runs([plain, private]))
     assert text.endswith("after 90.0 % (plain), a loss that chance can explain.")
-    with_config(private, algorithm={"name": "fedavg"})
+    with_config(plain, algorithm={"name": "fed_darts", "beta_decay": 5.0})
+    with_config(private, algorithm={"name": "fedavg", "beta_decay": 0.0})
+    assert [group.name for group in compare_runs([plain.parent]).groups] == ["fedavg", "fed_darts"]
     text = sentence("costs_of_privacy", compare_runs([plain, private]))
     assert text.endswith("can explain; these runs also differ in algorithm.")
     assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)

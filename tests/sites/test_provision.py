@@ -279,6 +279,8 @@ def test_doctor_checks_a_sites_own_records(folder):
     assert found.startswith("99 records, ")
     assert " of them to train on; numbers: age" in found
     assert "label ill: no 33, yes 66" in found
+    in_months = site_with_table(folder, TABLE, statistics={"age": [600, 240]})
+    assert "numbers far from the usual ones, as in another unit" in records_of(in_months)
 
 
 def test_doctor_tells_the_share_of_records_that_are_left_out(folder):

@@ -193,6 +193,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     """Describe the records and the share left out; refuse data that no run can use."""
     from fednas_flwr.client.making import check_public, check_unit
     from fednas_flwr.data.loaders import make_client_data
+    from fednas_flwr.data.oddities import off_scale
     from fednas_flwr.data.prepared import make_site_data
     from fednas_flwr.data.summary import reading_notes
     from fednas_flwr.pipeline.feasible import check_features
@@ -218,7 +219,9 @@ def _site_records(folder: Path, settings: Settings) -> str:
     if not parts.train.num_units:
         none = f"none of the {len(rows):,} records that can be read is one to train on"
         raise Trouble("; ".join([none, *prepared.train.notes]))
-    notes = reading_notes(prepared)
+    read, notes = prepared.train, reading_notes(prepared)
+    if read.schema:  # in units other than those of declared ranges, for example
+        notes = [*notes, *off_scale(read.features, read.schema, prepared.mean, prepared.std)]
     try:
         check_features(prepared, [parts])
     except ConfigError as error:
