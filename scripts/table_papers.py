@@ -65,6 +65,7 @@ COLUMNS = [
 DARTS = ("experiment=fed_darts/published", "rounds=5", "algorithm.batch_size=64")
 BATCHES = ("experiment=fnas/fashion_mnist", "algorithm.batch_size=64")
 FNAS, FNAS_201 = (*BATCHES, "rounds=300", "algorithm.evaluate_every=0"), (*BATCHES, "rounds=400")
+FEATHERS = ("experiment=feathers/fashion_mnist",)
 WAITS = "algorithm.warm_up_rounds=30"
 DP_FNAS = (
     *("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60", WAITS),
@@ -117,9 +118,9 @@ def feathers(partition: str, clients: int, numbers: tuple[float, float, float]) 
         "DARTS (f)": (DARTS, numbers[0], trained),
         "recommended": (RECOMMENDED, None, trained),
         "FEATHERS": (
-            ("experiment=feathers/fashion_mnist", "rounds=5", "algorithm.batch_size=64"),
+            (*FEATHERS, "rounds=5", "algorithm.nas_rounds=5", "algorithm.batch_size=64"),
             numbers[2],
-            ("experiment=feathers/fashion_mnist", "algorithm.nas_rounds=5", *tuned),
+            (*FEATHERS, "algorithm.nas_rounds=10", *tuned),
         ),
         "FedEx on DARTS' cell": (DARTS, numbers[1], ("experiment=fedex/fashion_mnist", *tuned)),
         "random search": (("experiment=random_search/fashion_mnist", "rounds=5"), None, trained),
