@@ -13,4 +13,4 @@ python -c "import flwr; print('flwr', flwr.__version__)"
 pytest -q -n 0 tests/deploy/test_flower_patches.py tests/deploy/test_deployment.py \
     tests/deploy/test_flwr_run.py tests/deploy/test_mods.py tests/server/test_cohort.py \
     tests/deploy/test_own_server_app.py \
-    tests/algorithms/test_flower_optimizer.py "$@"
+    tests/algorithms/test_fedavg.py "$@"

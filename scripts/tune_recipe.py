@@ -31,9 +31,9 @@ from torch import Tensor
 
 from fednas_flwr import compose
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.features import Scattering
 from fednas_flwr.data.loaders import augment
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.pipeline.later_settings import LAST_RATE, learning_rate, noise_per_step
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise

@@ -26,7 +26,7 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.beginning import make_cohort
-from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
 from fednas_flwr.settings.registry import OWN, TABLES
@@ -96,17 +96,12 @@ def tiny(tiny_overrides, tmp_path):
     return [*tiny_overrides, "clients=2", f"run_dir={tmp_path / 'run'}"]
 
 
-def told(folder, kind):
-    """Return a run's events of a kind."""
-    return [e for e in read_events(folder / "events.jsonl") if e["event"] == kind]
-
-
 def alphas_by_round(folder):
-    return [event["alphas"] for event in told(folder, "alphas")]
+    return [event["alphas"] for event in read_run(folder).of_kind("alphas")]
 
 
 def stages_of(folder):
-    return [event["stage"] for event in told(folder, "stage_finished")]
+    return [event["stage"] for event in read_run(folder).of_kind("stage_finished")]
 
 
 def algorithm_in(folder):
@@ -152,7 +147,7 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys):
     assert not result.model.training
     assert {p.device.type for p in result.model.parameters()} == {"cpu"}
     assert result.model(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
-    (evaluated,) = told(result.folder, "evaluated")
+    (evaluated,) = read_run(result.folder).of_kind("evaluated")
     assert result.scores == {key: evaluated[key] for key in result.scores}
     assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
@@ -226,7 +221,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny):
     result = run(compose(*tiny), strategy=Resting)
     check_whole(result)
     assert algorithm_in(result.folder) == {"name": "own.Resting"}
-    rounds = told(result.folder, "round")
+    rounds = read_run(result.folder).of_kind("round")
     assert [e["metrics"]["rested"] for e in rounds if e["stage"] == "search"] == [1.0, 2.0]
     with pytest.raises(ConfigError, match=r"algorithm=own.Resting is not possible yet"):
         run(compose(*tiny, *PRIVATE), strategy=Resting)

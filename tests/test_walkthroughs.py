@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.deploy.sites.links import is_open
+from fednas_flwr.deploy.sites.doctor import is_open
 
 PAGES = Path(__file__).parent.parent / "scripts" / "walkthroughs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

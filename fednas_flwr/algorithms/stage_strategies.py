@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, expected_batch
-from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, retrained_on
-from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, GradientStrategy, retrained_on
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients

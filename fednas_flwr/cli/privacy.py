@@ -14,7 +14,8 @@ from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Handler
-from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV
+from fednas_flwr.report.templates import epsilon_text, sentence
+from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, SPLITS
 from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
@@ -107,7 +108,6 @@ def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> No
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
     from fednas_flwr.privacy.mechanism import accounting
     from fednas_flwr.privacy.mechanism.renyi import Release
-    from fednas_flwr.report.templates import epsilon_text
 
     Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", target)
     Between(1, MOST_STEPS).check("--steps", steps)
@@ -235,9 +235,7 @@ def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and its cost."""
-    from fednas_flwr.report.templates import epsilon_text, sentence
     from fednas_flwr.report.terminal import print_table, table_console
-    from fednas_flwr.settings.names import SPLITS
 
     table_console().print(f"schedule {schedule}", style="bold")
     print(f"run: {terminal(run)}")
@@ -275,7 +273,6 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         delta: Delta of the epsilons.
     """
     from fednas_flwr.privacy.books.ledger import by_kind, epsilons_of
-    from fednas_flwr.report.templates import epsilon_text
     from fednas_flwr.report.terminal import print_table
 
     booked, epsilons = [], epsilons_of(rows, delta=delta)

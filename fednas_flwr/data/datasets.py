@@ -383,7 +383,9 @@ def load_or_build(
         records = _read(folder)
         if records is not None:
             return records
-        _discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # half of one is never read: files are checked
+        if folder.is_file():
+            folder.unlink(missing_ok=True)
         _write(folder, build())
     raise OSError(f"the prepared data in {folder} cannot be read back: remove that folder.")
 
@@ -462,10 +464,3 @@ def _facts(path: Path) -> list[object]:
 def _is_whole(path: Path, facts: list[object]) -> bool:
     """Return true if a file is as it was written; its bytes are read only if its time differs."""
     return path.stat().st_mtime_ns == facts[0] or _facts(path)[1] == facts[1]
-
-
-def _discard(folder: Path) -> None:
-    """Remove the folder; half of one is never read, since all of its files are checked."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.is_file():
-        folder.unlink(missing_ok=True)

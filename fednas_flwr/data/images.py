@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import decoding, records, table_files, tables
-from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.notation import Cells, number_of
 from fednas_flwr.data.records import Column, Records, RecordsPair
 from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TORCHVISION_SETS

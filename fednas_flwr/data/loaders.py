@@ -225,12 +225,11 @@ def epoch_batches(
             all examples in their order, and draws nothing.
         generator: A CPU generator.
     """
-    number = _num_batches(num_examples, batch_size)
+    starts = _starts(num_examples, batch_size)
     order = torch.arange(num_examples)
     if batch_size is not None:
         order = torch.randperm(num_examples, generator=generator)
-    for position in range(number):
-        yield _batch(order, batch_size, position, number)
+    yield from order.tensor_split(starts[1:])
 
 
 def step_batch(
@@ -256,27 +255,21 @@ def step_batch(
     Returns:
         int64 ``[B]`` indices.
     """
-    number = _num_batches(num_examples, batch_size)
+    starts = _starts(num_examples, batch_size)
     if batch_size is None:
         return torch.arange(num_examples)
-    epoch, position = divmod(step, number)
+    epoch, position = divmod(step, len(starts))
     order = torch.randperm(num_examples, generator=make_generator(seed, *purpose, epoch))
-    return _batch(order, batch_size, position, number)
+    start, end = [*starts, num_examples][position : position + 2]
+    return order[start:end]
 
 
-def _num_batches(num_examples: int, batch_size: int | None) -> int:
-    """Return the number of batches in an epoch."""
+def _starts(num_examples: int, batch_size: int | None) -> list[int]:
+    """Return the first place of each batch of an epoch; the last has all that is left over."""
     size = num_examples if batch_size is None else batch_size
     if num_examples < 1 or size < 1:
         raise ValueError(f"{num_examples=} and {batch_size=} must be at least 1.")
-    whole, rest = divmod(num_examples, size)
-    return max(1, whole + (rest > 1))
-
-
-def _batch(order: Tensor, batch_size: int | None, position: int, number: int) -> Tensor:
-    """Return one of ``number`` batches of an epoch; the last one has all that is left over."""
-    size = batch_size or len(order)
-    return order[position * size : None if position == number - 1 else (position + 1) * size]
+    return [0, *range(size, num_examples - min(size, 2) + 1, size)]
 
 
 def augment(

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import ConfigError, listed, show
-from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.images import decoded_fields, records_from_arrays
+from fednas_flwr.data.notation import Cells
 from fednas_flwr.data.records import Records, RecordsPair, encode_labels, readable
 from fednas_flwr.settings.data_settings import Arrays, Dataset, ImageFolder, LabelledImages, Npz
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data.cells import number_of
-from fednas_flwr.data.notation import AFFIXED, YES_NO, are_numbers
+from fednas_flwr.data.notation import AFFIXED, YES_NO, are_numbers, number_of
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, count_labels, keys_of
 
 _FEWEST = 50  # records from which on a column may be reported to give the label away or be an id

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import decoding, npz, table_files
-from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.images import files_of, labels_texts, with_names_first
-from fednas_flwr.data.notation import NEARLY, distinct, places_among
+from fednas_flwr.data.notation import NEARLY, Cells, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
 from fednas_flwr.data.site_tables import site_files

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import places_among
+from fednas_flwr.data.notation import Cells, places_among
 from fednas_flwr.settings.data_settings import ANY_FORM, TableForm
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.parser import Checked, OneOf, parse

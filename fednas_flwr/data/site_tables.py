@@ -22,9 +22,8 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.decoding import beside, sites_in
-from fednas_flwr.data.notation import YES_NO, distinct, iso_date
+from fednas_flwr.data.notation import YES_NO, Cells, distinct, iso_date, number_of
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, agreed
 from fednas_flwr.data.table_files import SITES_FILE, Form, Texts, unused
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of

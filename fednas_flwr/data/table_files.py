@@ -30,7 +30,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.data import notation
-from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.notation import Cells, number_of
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 

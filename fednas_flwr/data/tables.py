@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import notation, records, table_files
-from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import beside
+from fednas_flwr.data.notation import Cells
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.data.statistics import LARGEST_NUMBER
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fednas_flwr.base.files import replacing
 from fednas_flwr.data import notation, table_files
-from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.notation import Cells, number_of
 from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Inputs, feature_names
 from fednas_flwr.data.table_files import BLANK
 from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, TRANSFORM, Model

@@ -22,18 +22,12 @@ from fednas_flwr.data.table_files import SITES_FILE
 from fednas_flwr.data.tables import inputs_at
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_metadata, read_model
 from fednas_flwr.search.candidate import Pool
-from fednas_flwr.settings import (
-    CellSpace,
-    Config,
-    GivenNetwork,
-    SearchSpaceSettings,
-    conf_folder,
-    expanded,
-)
+from fednas_flwr.settings import CellSpace, Config, GivenNetwork, conf_folder, expanded
 from fednas_flwr.settings.data_settings import CSV
 from fednas_flwr.settings.names import BATCH, Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
 from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.settings.run_settings import SearchSpaceSettings
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.operations import conv_norm, every_second, make_norm, tried, zeroed

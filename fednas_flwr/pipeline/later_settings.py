@@ -20,13 +20,8 @@ from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.models.networks import (
-    Description,
-    computes_in_bfloat16,
-    make_device,
-    make_network,
-    supernet_space,
-)
+from fednas_flwr.models import networks
+from fednas_flwr.models.networks import computes_in_bfloat16, make_device
 from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.pipeline.schedule import given_noise
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -73,7 +68,7 @@ def with_learning_rate(run: Run) -> Config:
     return replace(config, retrain=replace(config.retrain, weights=weights))
 
 
-def with_precision(run: Run, config: Config, description: Description) -> Config:
+def with_precision(run: Run, config: Config, description: networks.Description) -> Config:
     """The configuration with the number format of retraining, chosen if it is ``auto``.
 
     It is bfloat16 if this processor computes in it, the clients run on this machine, and the
@@ -88,7 +83,7 @@ def with_precision(run: Run, config: Config, description: Description) -> Config
         precision = known["precision"]
     else:
         with torch.device("meta"):
-            layers = list(make_network(description).modules())
+            layers = list(networks.make_network(description).modules())
         grouped = any(getattr(layer, "groups", 1) > 1 for layer in layers)
         many = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
         address = getattr(config.runtime, "ray_address", None)
@@ -210,7 +205,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
         hardware = Hardware(limits.table, "ms", limits.latency_ms, "additive", 1.0, 1.0)
     if hardware is None or genotype is None:
         return None
-    table, space = load_table(hardware), timed_space(supernet_space(config, prepared))
+    table, space = load_table(hardware), timed_space(networks.supernet_space(config, prepared))
     measured = None if table is None else measure_network(space, table, genotype, device=device)
     return {
         "unit": hardware.unit,
@@ -223,7 +218,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
 
 def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
-    config, space = run.config, timed_space(supernet_space(run.config, run.prepared))
+    config, space = run.config, timed_space(networks.supernet_space(run.config, run.prepared))
     request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=config.private_data_set)
     tables: list[LatencyTable] = []
     participants = run.cohort.participants("latency", 1)

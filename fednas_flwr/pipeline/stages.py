@@ -28,10 +28,10 @@ from fednas_flwr.client.making import make_objective
 from fednas_flwr.models import networks
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.pipeline import evaluation
 from fednas_flwr.pipeline import later_settings as later
-from fednas_flwr.pipeline import personal_copies
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
-from fednas_flwr.pipeline.evaluation import Trained, evaluate
+from fednas_flwr.pipeline.evaluation import Trained
 from fednas_flwr.pipeline.groups import run_groups
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
@@ -95,7 +95,7 @@ def _run_from_search(run: Run) -> None:
     if "export" in config.stages:
         with run.stage("export"):
             _export(run, trained)
-    threshold = evaluate(run, trained) if "evaluate" in config.stages else None
+    threshold = evaluation.evaluate(run, trained) if "evaluate" in config.stages else None
     if "export" in config.stages:
         if threshold is not None:
             _export(run, trained, threshold)
@@ -207,7 +207,7 @@ def _model(run: Run, trained: Trained, threshold: float | None) -> Model:
 
 def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[int, Path]:
     """Write the models of the sites that keep their own copies; return their folders."""
-    sites = personal_copies.keeping(run)
+    sites = evaluation.keeping(run)
     if not sites or is_beside(run.folder):
         return {}
 
@@ -215,8 +215,8 @@ def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[in
         export_safetensors(_model(run, trained, threshold), folder)
 
     with run.stage("personalise"):
-        local = personal_copies.fine_tuning(run, trained.description)
-        folders = personal_copies.keep(
+        local = evaluation.fine_tuning(run, trained.description)
+        folders = evaluation.keep(
             run, trained.network, trained.states, local, among=sites, save=save
         )
         if folders:

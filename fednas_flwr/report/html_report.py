@@ -15,7 +15,7 @@ from pathlib import Path
 from markupsafe import escape
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import cell_pictures, plots, score_tables, templates
+from fednas_flwr.report import plots, score_tables, templates
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
 from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
 
@@ -53,7 +53,7 @@ def render_report(run_folder: Path) -> str:
     layers = derived.get("layers") or []
     used = {layer["kind"] for layer in layers if layer.get("kind")}
     pictures = [
-        (kind, *cell_pictures.cell_svg(edges, title=f"{kind} cell"))
+        (kind, *plots.cell_svg(edges, title=f"{kind} cell"))
         for kind, edges in (derived.get("genotype") or {}).get("cells", {}).items()
         if edges and (kind in used or not used)
     ]

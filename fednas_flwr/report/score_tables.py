@@ -11,21 +11,7 @@ from functools import partial
 from typing import Any
 
 from fednas_flwr.base.shares import wilson
-from fednas_flwr.report.templates import (
-    DASH,
-    FORMS,
-    as_date,
-    as_unit,
-    count,
-    duration,
-    epsilon_text,
-    figures,
-    percent,
-    quantiles,
-    score,
-    sentence,
-    setting_text,
-)
+from fednas_flwr.report import templates as tp
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import METRICS, SCORES, SIMPLER, Run, Score, flat_settings, of_splits
@@ -52,7 +38,7 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
         value = metric.read(run)
         if metric.name in names and value is not None:
             noised = ", noised" if run.is_private and metric.name == "client_accuracy" else ""
-            rows.append((metric.label + noised, as_unit(value, metric.unit)))
+            rows.append((metric.label + noised, tp.as_unit(value, metric.unit)))
     return rows
 
 
@@ -67,9 +53,11 @@ def setting_rows(run: Run) -> list[tuple[str, str]]:
     """Return name and value of each setting that took effect."""
     settings = run.settings
     if run.privacy:  # what the sites promise, which may be more than was asked for
-        settings["privacy"] = run.group("privacy") | {"unit": sentence("unit", run.privacy)}
+        settings["privacy"] = run.group("privacy") | {"unit": tp.sentence("unit", run.privacy)}
     shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
-    return [(name, setting_text(value)) for name, value in shown.items() if value not in (None, [])]
+    return [
+        (name, tp.setting_text(value)) for name, value in shown.items() if value not in (None, [])
+    ]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
@@ -82,12 +70,12 @@ def column_rows(run: Run) -> list[list[str]]:
     rows = []
     for column in inputs["schema"]:
         if column["kind"] == "category":
-            rows.append([column["name"], f"one of {', '.join(column['categories'])}", DASH])
+            rows.append([column["name"], f"one of {', '.join(column['categories'])}", tp.DASH])
             continue
         mean, std = next(pairs)
         also = ", with a feature that says if it is missing" if column["indicator"] else ""
         is_date = column["kind"] == "date"
-        text = f"{as_date(mean)}, {std:.3g} days" if is_date else f"{mean:.6g}, {std:.6g}"
+        text = f"{tp.as_date(mean)}, {std:.3g} days" if is_date else f"{mean:.6g}, {std:.6g}"
         rows.append([column["name"], column["kind"] + also, text])
     return rows
 
@@ -110,7 +98,7 @@ def score_table(run: Run) -> Table | None:
 
     def interval(kind: Score) -> str:
         ends = (central.get("intervals") or {}).get(kind.name) or ()
-        return " to ".join(dict.fromkeys(map(FORMS[kind.unit].text, ends))) or DASH
+        return " to ".join(dict.fromkeys(map(tp.FORMS[kind.unit].text, ends))) or tp.DASH
 
     columns: list[tuple[str, Callable[[Score], str]]] = [
         ("score", lambda kind: kind.label),
@@ -118,8 +106,8 @@ def score_table(run: Run) -> Table | None:
     ]
     columns.insert(2, ("95 % interval", interval))
     head, rows = rows_of(_measured([central]), columns)
-    rest = [DASH] * (len(head) - 2)
-    added = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
+    rest = [tp.DASH] * (len(head) - 2)
+    added = [[name, tp.score(value), *rest] for name, value in (central.get("own") or {}).items()]
     return "Scores on the server's test set", head, rows + added
 
 
@@ -128,12 +116,12 @@ def leaderboard_table(run: Run) -> Table | None:
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
-    text = FORMS[score.unit].text
+    text = tp.FORMS[score.unit].text
     no_accuracy = score == SCORES[0] or run.is_regression  # beside the score
 
     def validation(row: dict[str, Any]) -> str:
         value, error = row["validation"], row["standard_error"]
-        return DASH if value is None else f"{text(value)} ± {text(error)}"
+        return tp.DASH if value is None else f"{text(value)} ± {text(error)}"
 
     def test(row: dict[str, Any]) -> str:
         low_high = row["interval"]
@@ -141,7 +129,7 @@ def leaderboard_table(run: Run) -> Table | None:
         return text(row["test"]) + ends
 
     def epsilon(row: dict[str, Any]) -> str:
-        return epsilon_text(row["epsilon"]) if run.is_private and row["rounds"] else DASH
+        return tp.epsilon_text(row["epsilon"]) if run.is_private and row["rounds"] else tp.DASH
 
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("network", lambda row: row["network"]),
@@ -149,12 +137,12 @@ def leaderboard_table(run: Run) -> Table | None:
         (f"validation {score.label} ± error", validation),
         ("epsilon", epsilon),
         ("", lambda row: row["reason"]),
-        ("time", lambda row: duration(row["seconds"])),
-        ("parameters", lambda row: count(row["parameters"])),
-        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
-        ("rounds", lambda row: count(row["rounds"])),
+        ("time", lambda row: tp.duration(row["seconds"])),
+        ("parameters", lambda row: tp.count(row["parameters"])),
+        ("test accuracy", lambda row: tp.DASH if no_accuracy else tp.percent(row["accuracy"])),
+        ("rounds", lambda row: tp.count(row["rounds"])),
     ]
-    shown = [(head, cell) for head, cell in columns if {*map(cell, models)} - {DASH, ""}]
+    shown = [(head, cell) for head, cell in columns if {*map(cell, models)} - {tp.DASH, ""}]
     return "Models that were compared", *rows_of(models, shown)
 
 
@@ -166,7 +154,7 @@ def class_table(run: Run) -> Table | None:
         return None
     word = "label" if run.multi_label else "class"
     rows = [
-        [name, *(score(row.get(key)) for key in PER_CLASS), count(row["count"])]
+        [name, *(tp.score(row.get(key)) for key in PER_CLASS), tp.count(row["count"])]
         for name, row in zip(names, per_class, strict=True)
     ]
     return f"Each {word}", [word, *PER_CLASS.values(), "records"], rows
@@ -178,7 +166,7 @@ def confusion_table(run: Run) -> Table | None:
     counts = central.get("confusion") or []
     if len(counts) != len(names) or not 0 < len(names) <= MOST_CLASSES:
         return None
-    rows = [[name, *map(count, row)] for name, row in zip(names, counts, strict=True)]
+    rows = [[name, *map(tp.count, row)] for name, row in zip(names, counts, strict=True)]
     return "True class by row, predicted by column", ["", *names], rows
 
 
@@ -193,7 +181,7 @@ def client_table(run: Run) -> Table | None:
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.key or kind.name for kind in shown), "num_examples"]
         values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
-        spread = {name: quantiles(known) for name, known in values.items()}
+        spread = {name: tp.quantiles(known) for name, known in values.items()}
         clients = [
             {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in spread.items()}}
             for i, share in enumerate(QUANTILES)
@@ -201,7 +189,7 @@ def client_table(run: Run) -> Table | None:
 
     def interval(client: Mapping[str, Any]) -> str:
         low, high = wilson(client["accuracy"], client.get("num_examples"))
-        return f"{percent(low)} to {percent(high)}"
+        return f"{tp.percent(low)} to {tp.percent(high)}"
 
     def of_copy(client: Mapping[str, Any]) -> str:
         copy = copies.get(client["client"], {})
@@ -210,7 +198,7 @@ def client_table(run: Run) -> Table | None:
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("client", lambda client: str(client["client"])),
         *((s.label, partial(_score_of, kind=s)) for s in shown),
-        ("records", lambda client: count(client.get("num_examples"))),
+        ("records", lambda client: tp.count(client.get("num_examples"))),
     ]
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
@@ -227,7 +215,7 @@ def _measured(found: Sequence[Mapping[str, Any]]) -> list[Score]:
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:
-    return FORMS[kind.unit].text(kind.of(measured))
+    return tp.FORMS[kind.unit].text(kind.of(measured))
 
 
 def score_tables(run: Run) -> list[Table]:
@@ -250,9 +238,9 @@ def release_table(event: Event) -> HeadAndRows:
         ("stage", lambda release: release["stage"]),
         ("action", lambda release: release["action"]),
         ("splits", lambda release: ", ".join(release["splits"])),
-        ("noise multiplier", lambda release: sentence("multiplier", release)),
+        ("noise multiplier", lambda release: tp.sentence("multiplier", release)),
         ("clipping norm", lambda release: f"{release['max_grad_norm']:g}"),
-        ("expected batch", lambda release: sentence("batch", release)),
+        ("expected batch", lambda release: tp.sentence("batch", release)),
         ("rate p", lambda release: _rates_text(release["rates"])),
         ("steps, at most", lambda release: f"{release['steps']:,}"),
     ]
@@ -283,15 +271,15 @@ def promise_table(event: Event, spent: Mapping[int, float | None]) -> HeadAndRow
 
     def sizes(client: Event) -> str:
         records = client["records"]
-        return " / ".join(f"{records[p]:,}" if p in records else DASH for p in parts)
+        return " / ".join(f"{records[p]:,}" if p in records else tp.DASH for p in parts)
 
     def epsilon(client: Event) -> str:
         known = client["epsilon"].get(PRV) is not None
-        return epsilon_text(of_splits(client, PRV)) if known else DASH
+        return tp.epsilon_text(of_splits(client, PRV)) if known else tp.DASH
 
     columns: Cells = [
         ("client", lambda client: str(client["client"])),
-        (f"{sentence('unit', event)}s: {' / '.join(parts)}", sizes),
+        (f"{tp.sentence('unit', event)}s: {' / '.join(parts)}", sizes),
         ("epsilon", epsilon),
         ("delta", lambda client: f"{client['budget']['delta']:g}"),
         ("spent of its budget, by the filter", lambda client: spent_text(client, spent)),
@@ -303,7 +291,7 @@ def promise_table(event: Event, spent: Mapping[int, float | None]) -> HeadAndRow
 def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
     """Return the part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
     number = client["client"]
-    used = epsilon_text(spent[number]) if number in spent else DASH
+    used = tp.epsilon_text(spent[number]) if number in spent else tp.DASH
     return f"{used} of {client['budget']['epsilon']:g}"
 
 
@@ -325,10 +313,10 @@ def phase_table(phases: Sequence[Event]) -> HeadAndRows:
         ("before round", lambda event: str(event["round"])),
         ("tried", lambda event: str(event["kappa"])),
         ("best reward", _best_reward),
-        *([("its noise (std)", lambda event: figures(event["noise"], 3))] if noised else []),
-        *([("loss bound M", lambda event: figures(event["loss_bound"], 3))] if noised else []),
+        *([("its noise (std)", lambda event: tp.figures(event["noise"], 3))] if noised else []),
+        *([("loss bound M", lambda event: tp.figures(event["loss_bound"], 3))] if noised else []),
         ("chosen", lambda event: str(event["best"])),
-        ("its estimate", lambda event: figures(event["estimates"][event["best"]], 3)),
+        ("its estimate", lambda event: tp.figures(event["estimates"][event["best"]], 3)),
         *((name.replace("_", " "), partial(_chosen, name)) for name in configuration),
     ]
     return rows_of(phases, columns)
@@ -336,8 +324,8 @@ def phase_table(phases: Sequence[Event]) -> HeadAndRows:
 
 def _best_reward(event: Event) -> str:
     rewards = [reward for reward in event["rewards"].values() if reward is not None]
-    return figures(max(rewards, default=None), 3)
+    return tp.figures(max(rewards, default=None), 3)
 
 
 def _chosen(name: str, event: Event) -> str:
-    return figures(event["configuration"][name], 3)
+    return tp.figures(event["configuration"][name], 3)

@@ -56,7 +56,7 @@ _IN_ROOT = ps.Where(
 
 @dataclass(frozen=True)
 class Scattering(ps.Checked):
-    """Sizes of the scattering transform (``data.scattering``).
+    """Sizes of the scattering transform (``data.features``).
 
     Attributes:
         scales: Number of scales of wavelets (J); each halves the sides of the features.

@@ -426,7 +426,7 @@ class EvaluationSettings(ps.Checked):
             are then trained before it. It is not possible with privacy or on real sites.
         personalised: If true, clients test the trained network again after local epochs of their
             own. A client keeps its fine-tuned copy if that is better on validation records that no
-            training has used (``pipeline.personal_copies``; needs ``deliver=best`` or
+            training has used (``pipeline.evaluation``; needs ``deliver=best`` or
             ``retrain.evaluate_every``). Not possible with privacy.
         baselines: Number of random networks of the search space that are trained like the found one
             and shown beside it, with the data-free choice, a linear model and, for images, a

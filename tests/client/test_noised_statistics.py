@@ -28,7 +28,6 @@ from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.states import pack
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.exchange import share_scales
 from fednas_flwr.settings.optimizers import SGD
@@ -292,9 +291,8 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
 ):
     config = compose(*of_images, *clients, f"run_dir={tmp_path / 'run'}")
     folder = run(config).folder
-    events = read_events(folder / "events.jsonl")
-    (found,) = [event for event in events if event["event"] == "statistics"]
-    (private,) = [event for event in events if event["event"] == "privacy"]
+    finished = read_run(folder)
+    (found,), (private,) = finished.of_kind("statistics"), finished.of_kind("privacy")
     first, last = private["schedule"]
     kinds = [(one["kind"], one["shared"]) for one in (first, last)]
     assert kinds == [("statistics", bool(config.secure_sum)), ("weights", bool(config.secure_sum))]
@@ -323,7 +321,7 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
     with torch.no_grad():
         logits = model.network(test.features - mean.float())
     right = (logits.argmax(1) == test.labels).double().mean().item()
-    assert right == pytest.approx(read_run(folder).scores("central")["accuracy"])
+    assert right == pytest.approx(finished.scores("central")["accuracy"])
     assert "mean of the" in (folder / "report.html").read_text()
 
 
@@ -331,13 +329,12 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
 def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp_path):
     folder = tmp_path / "run"
     run(compose(*overrides, "privacy.statistics_noise_multiplier=0.5", f"run_dir={folder}"))
-    events = read_events(folder / "events.jsonl")
-    (found,) = [event for event in events if event["event"] == "statistics"]
+    finished = read_run(folder)
+    (found,), (private,) = finished.of_kind("statistics"), finished.of_kind("privacy")
     # of 81 records, noise on mean and variance has deviations of 1.3 and 77; 7 lie up to the bounds
     assert abs(found["mean"][0] - 70) < 10
     assert found["std"][0] < 25  # the range alone says 34.6
     assert found["mean"][2:] == [0.0, 0.0]
-    (private,) = [event for event in events if event["event"] == "privacy"]
     first = private["schedule"][0]
     assert (first["kind"], first["noise_multiplier"], first["steps"]) == ("statistics", 0.5, 1)
     for client in range(2):
@@ -356,8 +353,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     kept = lines[: next(i for i, e in enumerate(lines) if e["event"] == "statistics") + 1]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
     assert main(["run", f"resume={folder}"]) == 0
-    later = read_events(folder / "events.jsonl")
-    assert [event["mean"] for event in later if event["event"] == "statistics"] == [found["mean"]]
+    assert [told["mean"] for told in read_run(folder).of_kind("statistics")] == [found["mean"]]
     assert list(load(folder).inputs.mean) == found["mean"]
 
 
@@ -371,9 +367,9 @@ def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies,
     lies("query.describe", lie)
     monkeypatch.setattr("fednas_flwr.client.answer.check_fields", lambda *_: None)
     folder = run(compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")).folder
-    events = read_events(folder / "events.jsonl")
-    assert len([event for event in events if event["event"] == "statistics"]) == 1
-    assert not [event for event in events if event["event"] in ("client_failed", "client_left")]
+    finished = read_run(folder)
+    assert len(finished.of_kind("statistics")) == 1
+    assert not finished.of_kind("client_failed") + finished.of_kind("client_left")
 
 
 def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
@@ -490,7 +486,7 @@ def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, s
     folder = run(config).folder
     finished = read_run(folder)
     told = finished.scores("released")
-    (private,) = [e for e in finished.events if e["event"] == "privacy"]
+    (private,) = finished.of_kind("privacy")
     plan = private["schedule"][-1]
     assert (plan["kind"], plan["shared"]) == ("scores", bool(summed))
     sums = config.secure_sum
@@ -511,8 +507,7 @@ def test_data_of_more_classes_plan_none(scored, tmp_path, patients):
     lines[1::3] = [line.replace("no", "unknown") for line in lines[1::3]]
     of_three.write_text("\n".join(lines) + "\n")
     run(compose(*scored, f"dataset.root={of_three}", f"run_dir={tmp_path / 'run'}"))
-    events = read_events(tmp_path / "run" / "events.jsonl")
-    (private,) = [event for event in events if event["event"] == "privacy"]
+    (private,) = read_run(tmp_path / "run").of_kind("privacy")
     assert {plan["kind"] for plan in private["schedule"]} == {"weights"}
 
 

@@ -13,7 +13,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.readers import DATA_SETS, site_dataset
-from fednas_flwr.runs.events import read_events
 
 from ..data_sets import prepared, read, save_pixels
 from ..refusals import refuses
@@ -277,15 +276,14 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
         *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
         *("trackers=[]", f"run_dir={tmp_path / 'run'}"),
     )
-    folder = run(config).folder
-    (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
-    reported = evaluated["central"]["accuracy"]
-    found = load(folder).predict(tmp_path / "data" / "test" / "labels.csv")
+    result = run(config)
+    reported = result.scores["central"]["accuracy"]
+    found = load(result.folder).predict(tmp_path / "data" / "test" / "labels.csv")
     assert found.accuracy == pytest.approx(reported)
     assert reported > 0.7
     assert found.table().loc[0, ["patient", "record"]].tolist() == ["p200", "600.png"]
     with pytest.warns(UserWarning, match="labels.csv is not read: give it in place of its folder"):
-        again = load(folder).predict(tmp_path / "data" / "test")
+        again = load(result.folder).predict(tmp_path / "data" / "test")
     assert again.accuracy is None  # of files alone no labels are known
     assert sorted(again.probabilities[:, 0]) == sorted(found.probabilities[:, 0])
 

@@ -1,5 +1,9 @@
-"""Numbers, dates and codes as people write them: one reading, or a question."""
+"""Numbers, dates and codes as people write them: one reading, or a question.
 
+Columns of a file are read at once, and each cell is as if it were read by itself.
+"""
+
+import csv
 import math
 from dataclasses import replace
 
@@ -9,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import notation
-from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import PLAIN, Notation, days_of, distinct, find_notation, find_order
+from fednas_flwr.data import notation, table_files
+from fednas_flwr.data.notation import PLAIN, Cells, Notation, days_of, distinct, find_notation
 from fednas_flwr.settings.data_settings import ANY_FORM
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
@@ -77,13 +80,13 @@ def test_dates():
     assert days_of(texts, None)[:4].tolist() == [day, day + 0.5, day + 0.5, day]
     assert math.isnan(days_of(texts, None)[4])
     for order, text in (("day_first", "31/5/2024"), ("month_first", "05/31/2024")):
-        assert find_order({"when": cells(text, "1/2/2024")}, where="t.csv") == order
+        assert notation.find_order({"when": cells(text, "1/2/2024")}, where="t.csv") == order
         assert days_of(cells(text), order).tolist() == [day]
         assert math.isnan(days_of(cells(text), None)[0])
-    assert find_order({"a": cells("1/2", "x")}, where="t.csv") is None
+    assert notation.find_order({"a": cells("1/2", "x")}, where="t.csv") is None
     for column in (cells("1/2/2024"), cells("31/5/2024", "5/31/2024")):
         with pytest.raises(ConfigError, match="two readings: set dataset.date_order="):
-            find_order({"when": column}, where="t.csv")
+            notation.find_order({"when": column}, where="t.csv")
     for text in ("2021-02-30", "0000-01-01", "31/5/2024", "12:00", "2024-5-3"):
         assert math.isnan(days_of(cells(text), None)[0])
 
@@ -98,3 +101,56 @@ def test_codes_that_mean_the_same_are_one():
     assert key("1.0") == key("01") != key("02")
     key = notation.code_key(("0", "0.0"))  # declared as two
     assert key("0") != key("0.0")
+
+
+# --- cells
+
+
+@given(st.lists(st.text("0123456789.eE+-_ n\n\u0661", max_size=6) | st.floats().map(repr)))
+def test_numbers_are_read_each_by_itself(texts):
+    alone = [notation.number_of(text) for text in texts]
+    np.testing.assert_array_equal(Cells(texts).numbers, np.array(alone, dtype=float))
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.integers(0, 25))
+def test_numbers_of_a_whole_column_are_those_of_python(numbers, digits):
+    texts = [f(x) for x in numbers for f in (repr, f"{{:.{digits}f}}".format, "{:+.20e}".format)]
+    column = Cells([*texts, ""])
+    assert column.are_plain
+    assert column.numbers[:-1].tolist() == list(map(float, texts))
+
+
+def test_what_is_asked_of_a_text_is_asked_of_every_cell():
+    column = Cells(["b", "", "a", "b"], np.array([False, False, True, False]))
+    assert column.missing.tolist() == [False, True, False, False]
+    assert column.each(len, int).tolist() == [1, 0, 1, 1]
+    assert column.changed(str.upper).tolist() == ["B", "", "A", "B"]
+    assert column.changed(str.upper, but_stored=True).tolist() == ["B", "", "a", "B"]
+    assert column[column.missing].tolist() == [""]
+    assert column.written.tolist() == ["b", "", "b"]
+    assert column.without(["a"]).different == ["b"]
+    assert Cells(["-9.0", "-9.5", "-9"]).without(["-9.00"]).different == ["-9.5"]
+    assert Cells([" a\u00a0", "\t", "1"]).stripped().tolist() == ["a", "", "1"]
+
+
+CELL = st.text("ab01.,\"\n '#;\u00e4", max_size=4)
+
+
+@given(st.lists(st.lists(CELL, min_size=3, max_size=3), min_size=1, max_size=6), st.booleans())
+def test_an_even_file_is_read_as_any_other(tmp_path_factory, rows, is_quoted):
+    path = tmp_path_factory.mktemp("tables") / "t.csv"
+    quoting = csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, quoting=quoting).writerows([["x", "y", "z"], *rows])
+
+    def read():
+        try:
+            texts, *more = table_files.read_texts(path, ANY_FORM)
+        except ValueError as error:
+            return str(error)
+        return {name: cells.tolist() for name, cells in texts.items()}, more
+
+    found = read()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_files, "_even_columns", lambda *_: None)
+        assert read() == found

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records
-from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.notation import Cells
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import Column, Inputs, Records, hash_positions, record_ids
 from fednas_flwr.settings.names import SPLITS

@@ -15,7 +15,7 @@ from flwr.cli.install import install_from_fab
 from fednas_flwr.cli import main
 from fednas_flwr.deploy import bundle
 from fednas_flwr.deploy.server_app import configure
-from fednas_flwr.deploy.sites.links import is_open
+from fednas_flwr.deploy.sites.doctor import is_open
 from fednas_flwr.runs.events import read_events
 
 from ..finished_runs import assert_same_files

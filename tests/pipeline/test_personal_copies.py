@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fednas_flwr import load
 from fednas_flwr.data.loaders import assign_splits
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.pipeline.personal_copies import compared, shrunken
+from fednas_flwr.pipeline.evaluation import compared, shrunken
 from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import Run, read_run

@@ -13,7 +13,7 @@ from fednas_flwr import compose, run
 from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
-from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
 from fednas_flwr.settings.unused import without_effect
@@ -126,8 +126,7 @@ def overrides(tmp_path):
 @pytest.mark.run
 def test_persons_are_drawn_declared_and_promised(overrides, tmp_path):
     folder = run(compose(*overrides, f"run_dir={tmp_path / 'run'}")).folder
-    events = read_events(folder / "events.jsonl")
-    (private,) = [event for event in events if event["event"] == "privacy"]
+    (private,) = read_run(folder).of_kind("privacy")
     assert [client["unit"] for client in private["clients"]] == ["person", "person"]
     declared = [client["records"] for client in private["clients"]]
     # rounded down for each split, of 30 persons each

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from fednas_flwr.report import cell_pictures, score_tables
+from fednas_flwr.report import plots, score_tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
@@ -16,7 +16,7 @@ from .conftest import cell_of
 
 def cell_svg(edges, *, title):
     """Return the picture of a cell, whose width is the one that is told."""
-    picture, width = cell_pictures.cell_svg(edges, title=title)
+    picture, width = plots.cell_svg(edges, title=title)
     assert f' width="{width:.0f}"' in picture
     return str(picture)
 
@@ -108,11 +108,11 @@ def test_edges_that_a_cell_keeps_are_named_by_their_nodes():
     """All of NAS-Bench-201's cell; of DARTS' four of five candidates."""
     pairs = [(0, 1), (0, 2), (1, 2)]
     names = ["input → 1", "input → output", "1 → output"]
-    assert cell_pictures.kept_labels(cell_of(pairs, ["conv", "conv", "none"]), 3) == names
+    assert plots.kept_labels(cell_of(pairs, ["conv", "conv", "none"]), 3) == names
     kept = cell_of([(0, 2), (1, 2), (0, 3), (2, 3)], ["conv"] * 4)
     names = ["c(k−2) → 0", "c(k−1) → 0", "c(k−2) → 1", "0 → 1"]
-    assert cell_pictures.kept_labels(kept, 5) == names
-    assert cell_pictures.kept_labels([], 3) == []
+    assert plots.kept_labels(kept, 5) == names
+    assert plots.kept_labels([], 3) == []
 
 
 # --- phases of FEATHERS, from made events

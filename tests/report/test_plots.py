@@ -6,7 +6,7 @@ import pytest
 
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.report import plots
-from fednas_flwr.report.cell_pictures import edge_labels
+from fednas_flwr.report.plots import edge_labels
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
 

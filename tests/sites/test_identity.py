@@ -16,7 +16,7 @@ import httpx
 import pytest
 from flwr.superlink.main import create_app
 
-from fednas_flwr.deploy.sites import links
+from fednas_flwr.deploy.sites import doctor
 from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
@@ -75,7 +75,7 @@ def net(tmp_path_factory, loopback):
 
     def listens(name, port):
         assert processes[name].poll() is None, read(name)
-        return links.is_open(port)
+        return doctor.is_open(port)
 
     try:
         start_link("good", link)
@@ -129,19 +129,19 @@ def test_a_node_that_is_not_right_is_refused_and_told_why(net, node):
 @pytest.mark.run
 def test_doctor_names_the_causes(net):
     ours, theirs = (net.folder / name / "ca.crt" for name in ("ca", "other"))
-    links.shake_hands("127.0.0.1", net.port, ours)
-    assert abs(links.clock_skew_s("127.0.0.1", net.port, ours)) < 120  # the same clock
+    doctor.shake_hands("127.0.0.1", net.port, ours)
+    assert abs(doctor.clock_skew_s("127.0.0.1", net.port, ours)) < 120  # the same clock
     for host, port, authority, words in (
         ("127.0.0.1", net.port, theirs, "is not from the authority in ca.crt"),
         ("localhost", net.port, ours, "does not name localhost: use an address that it names"),
         ("127.0.0.1", net.expired, ours, "has expired: its operator makes a new one"),
         ("127.0.0.1", 1, ours, "cannot be reached"),
     ):
-        refuses(words, links.shake_hands, host, port, authority, error=links.Trouble)
+        refuses(words, doctor.shake_hands, host, port, authority, error=doctor.Trouble)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as plain:
         threading.Thread(target=plain.handle_request).start()
-        with pytest.raises(links.Trouble, match="does not speak TLS"):
-            links.shake_hands("127.0.0.1", plain.server_port, ours)
+        with pytest.raises(doctor.Trouble, match="does not speak TLS"):
+            doctor.shake_hands("127.0.0.1", plain.server_port, ours)
 
 
 @pytest.mark.run

@@ -14,8 +14,7 @@ from fednas_flwr.base.pretrained import forget_frozen
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.protocol.states import network_states
-from fednas_flwr.runs.events import read_events
-from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.search.data_free_scores import SCORES, measure
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -155,7 +154,7 @@ def test_a_search_sends_adapters_and_delivers_the_whole(tmp_path, weights, made_
     sizes = ("rounds=1", "retrain.rounds=1", "clients=2", f"run_dir={tmp_path / 'run'}")
     private = ["privacy=dp", "privacy.epsilon=90"] if algorithm == "dp_fnas" else []
     result = run(composed(*data, f"algorithm={algorithm}", *private, *chosen(gone), *sizes))
-    rounds = [e for e in read_events(result.folder / EVENTS_FILE) if e["event"] == "round"]
+    rounds = read_run(result.folder).of_kind("round")
     whole = sum(tensor.numel() for tensor in load_file(gone).values()) * 4
     assert rounds
     assert all(event["bytes_sent"] < whole / 2 for event in rounds)

@@ -11,8 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
-from fednas_flwr.algorithms import fnas, gradient_steps
+from fednas_flwr.algorithms import fnas
 from fednas_flwr.algorithms.base import Metrics, PrivateRound, evaluates, mean_metrics
+from fednas_flwr.algorithms.fedavg.strategy import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import pack
@@ -20,7 +21,7 @@ from fednas_flwr.search.local_search import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 
 
-class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
+class FNAS(GradientStrategy[fnas.FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the

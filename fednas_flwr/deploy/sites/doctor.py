@@ -1,7 +1,8 @@
 """``fednas doctor``: faults of a machine of a deployment, and their remedies.
 
 The checks work on a folder that ``provision`` wrote, for the server or for a site, and change
-nothing. A check returns its result, or raises :class:`Trouble` with a remedy. Main function:
+nothing. A check returns its result, or raises :class:`Trouble` with a remedy. Of a connection,
+where Flower's own messages name the symptom, these name the cause: TLS or clocks. Main function:
 :func:`examine`.
 """
 
@@ -10,16 +11,24 @@ import os
 import platform
 import shlex
 import shutil
+import socket
+import ssl
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
+
+import httpx
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 import fednas_flwr
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.sites import links
-from fednas_flwr.deploy.sites.links import Trouble
 from fednas_flwr.deploy.sites.provision import SERVER_FILE, SITE_FILE
 from fednas_flwr.privacy.policy import load_policy
 from fednas_flwr.settings.names import CLIENT, SPLITS
@@ -27,6 +36,16 @@ from fednas_flwr.settings.names import CLIENT, SPLITS
 LEAST_FREE_GB, SCARCE_FREE_GB = 0.5, 5.0
 _ANY_RUN = ("runtime=deployment", "runtime.superlink=server", "partition=sites", "clients=1")
 NODE_KEY = Path("state") / "node.key"
+TIMEOUT_S = 10.0
+LARGEST_LEAD_S, LARGEST_LAG_S = 4.0, 300.0  # of a node's clock; Flower's limits are 5 s and 305 s
+SOON_DAYS = 30
+# Numbers of OpenSSL's verification errors.
+_EXPIRED, _NOT_YET = 10, 9
+_WRONG_NAME = (62, 64)  # host name, IP address
+
+
+class Trouble(Exception):
+    """Something is broken; the message says what it is, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +151,56 @@ def _secrets(folder: Path, settings: Settings) -> str:
 
 
 def _server_certificate(folder: Path, settings: Settings) -> str:
-    """Return the names in the server's certificate, and its validity."""
-    return links.describe_certificate(folder)
+    """Return the names in the certificate in a server's folder, and its validity.
+
+    Raises:
+        Trouble: It is not valid now, or does not match ``server.key`` or ``ca.crt``.
+    """
+    renew = "make a new one by `fednas provision`"
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+        issuer = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        key = load_pem_private_key((folder / "server.key").read_bytes(), password=None)
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise Trouble(f"server.crt is not of the authority ca.crt ({error}): {renew}.") from error
+    if key.public_key() != certificate.public_key():
+        raise Trouble(f"server.key does not belong to server.crt: {renew}.")
+    now = datetime.now(UTC)
+    if now < certificate.not_valid_before_utc:
+        raise Trouble(
+            f"server.crt is valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M}: is this "
+            "clock right?"
+        )
+    days = (certificate.not_valid_after_utc - now).total_seconds() / 86400
+    if days < 0:
+        raise Trouble(f"server.crt expired {-days:.0f} days ago: {renew}.")
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    shown = ", ".join(str(name.value) for name in names)
+    soon = f"; {renew} soon" if days < SOON_DAYS else ""
+    return f"for {shown}, valid {days:.0f} more days{soon}"
 
 
 def _server_port(folder: Path, settings: Settings) -> str:
     """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
-    if not links.is_open(port):
+    if not is_open(port):
         return f"{port} is free; the server is not running"
-    links.ask_date("127.0.0.1", port, folder / "ca.crt")
+    ask_date("127.0.0.1", port, folder / "ca.crt")
     return f"a SuperLink answers on {port}"
 
 
 def _site_server(folder: Path, settings: Settings) -> str:
     """Check that the server can be reached and is the one that the authority names."""
     host, port = _superlink(settings)
-    links.shake_hands(host, port, folder / "ca.crt")
+    shake_hands(host, port, folder / "ca.crt")
     return f"{host}:{port} is reached, and its certificate is good"
 
 
 def _site_clock(folder: Path, settings: Settings) -> str:
     """Check that Flower will accept this machine's signatures; it refuses clocks that are off."""
-    skew_s = links.clock_skew_s(*_superlink(settings), folder / "ca.crt")
-    if not -links.LARGEST_LAG_S < skew_s < links.LARGEST_LEAD_S:
+    skew_s = clock_skew_s(*_superlink(settings), folder / "ca.crt")
+    if not -LARGEST_LAG_S < skew_s < LARGEST_LEAD_S:
         side = "ahead of" if skew_s > 0 else "behind"
         raise Trouble(
             f"this clock is {abs(skew_s):.0f} s {side} the server's, which refuses it therefore: "
@@ -281,3 +326,97 @@ def _port(settings: Settings) -> int:
 def _superlink(settings: Settings) -> tuple[str, int]:
     host, _, port = settings["SUPERLINK"].rpartition(":")
     return host.strip("[]"), _port({"PORT": port})
+
+
+def shake_hands(host: str, port: int, authority: Path) -> None:
+    """Make a TLS connection and close it.
+
+    Raises:
+        Trouble: Nothing listens there, or the handshake failed; the message names the cause.
+    """
+    context = _context(authority)
+    try:
+        with (
+            socket.create_connection((host, port), timeout=TIMEOUT_S) as connection,
+            context.wrap_socket(connection, server_hostname=host),
+        ):
+            pass
+    except ssl.SSLCertVerificationError as error:
+        raise Trouble(_certificate_trouble(error, host, port)) from error
+    except ssl.SSLError as error:
+        raise Trouble(
+            f"{host}:{port} does not speak TLS ({error.reason}): the server runs with --insecure, "
+            "or something else listens there; its operator must start the provisioned one."
+        ) from error
+    except OSError as error:
+        raise Trouble(
+            f"{host}:{port} cannot be reached ({error}): is the server running, is the address in "
+            "the settings right, do firewalls let this port through?"
+        ) from error
+
+
+def clock_skew_s(host: str, port: int, authority: Path) -> float:
+    """Return the seconds by which this clock is ahead of the server's, given in whole seconds.
+
+    Raises:
+        Trouble: The server does not answer.
+    """
+    before = time.time()
+    date = ask_date(host, port, authority)
+    now = (before + time.time()) / 2
+    theirs = parsedate_to_datetime(date).timestamp()
+    return min(0.0, now - theirs) or max(0.0, now - theirs - 1)
+
+
+def ask_date(host: str, port: int, authority: Path) -> str:
+    """Return the Date header of the SuperLink's answer to a health check.
+
+    Raises:
+        Trouble: No SuperLink answers.
+    """
+    shake_hands(host, port, authority)  # its errors are plainer
+    where, context = f"[{host}]" if ":" in host else host, _context(authority)
+    try:
+        answer = httpx.get(f"https://{where}:{port}/health", verify=context, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise Trouble(f"{host}:{port} does not answer ({error}): restart the server.") from error
+    date = answer.headers.get("Date")
+    if answer.status_code != 200 or date is None:
+        raise Trouble(f"what answers on {host}:{port} is no SuperLink: correct address or port.")
+    return date
+
+
+def is_open(port: int) -> bool:
+    """Return True if anything listens on a port of this machine."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _context(authority: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(authority))
+    except (OSError, ssl.SSLError) as error:
+        raise Trouble(
+            f"{authority} is no certificate ({error}): take it from the operator."
+        ) from error
+
+
+def _certificate_trouble(error: ssl.SSLCertVerificationError, host: str, port: int) -> str:
+    """Explain a failed verification."""
+    where = f"the certificate of {host}:{port}"
+    if error.verify_code == _EXPIRED:
+        return f"{where} has expired: its operator makes a new one by `fednas provision`."
+    if error.verify_code == _NOT_YET:
+        return f"{where} is not valid yet: is this machine's clock right?"
+    if error.verify_code in _WRONG_NAME:
+        return (
+            f"{where} does not name {host}: use an address that it names, or its operator adds "
+            "this one to server.addresses of sites.yaml and provisions again."
+        )
+    return (
+        f"{where} is not from the authority in ca.crt: this is another server, or ca.crt is not "
+        "the one that its operator sent."
+    )

@@ -125,12 +125,11 @@ class SumSite:
         parts = masks.split(seed, [i + 1 for i in asked], threshold=self.terms.colluding + 1)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
-            query = "SELECT 1 FROM answers WHERE context = ?"
-            if books.execute(query, (context.hex(),)).fetchone() is not None:
+            query = "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, NULL, 0)"
+            if not books.execute(query, values).rowcount:
                 raise ConfigError(
                     "refused: this request was answered before; a secure sum has one answer."
                 )
-            books.execute("INSERT INTO answers VALUES (?, ?, ?, ?, NULL, 0)", values)
         return Answer(self, context, asked, seed, parts)
 
     def sign(self, context: bytes, survivors: Sequence[int]) -> bytes:
