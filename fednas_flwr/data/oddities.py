@@ -6,7 +6,7 @@ Each sentence depends on records, so that whoever reads it learns something abou
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -341,12 +341,16 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     if kind == DATE and high > _FAR_DAYS:
         return "dates after 2200, which may mean missing (dataset.missing_in)"
     if kind == DATE and counts[0] > 1 and low in _FIRST_DAYS:
-        return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
-    if said := _set_apart(values, counts):
+        return f"{_date(low)} in {counts[0]} records, which may mean missing"
+    show = _date if kind == DATE else "{:g}".format
+    if said := _set_apart(values, counts, show):
         return said
-    for far, near, *_, end in (values, values[::-1]) if len(values) > 2 else ():
-        if abs(near - far) > _ALONE * abs(end - near):
-            return f"{far:g} is far from all other numbers: a slip?"
+    for places in ([0, 1, -1], [-1, -2, 0]):  # equal numbers, if there are only two
+        far, near, end = values[places]
+        if abs(near - far) > _ALONE * abs(end - near) > 0:
+            return f"{show(far)} is far from all others: a slip?"
+    if kind == DATE:
+        return ""
     few = 1 < counts[0] < counts.sum() / 2
     if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
@@ -360,12 +364,19 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     return _blurred(low, high)
 
 
-def _set_apart(values: np.ndarray, counts: np.ndarray) -> str:
+def _date(days: float) -> str:
+    return str(np.datetime64(int(days), "D"))
+
+
+def _set_apart(
+    values: np.ndarray, counts: np.ndarray, show: Callable[[float], str] = "{:g}".format
+) -> str:
     """Return a sentence on numbers that may mean missing: up to 3 at an end, far from all others.
 
     Args:
         values: The distinct numbers of a column, ascending.
         counts: Number of occurrences of each.
+        show: Returns a number as text.
     """
     for number, order in product(range(min(_MOST_CODES, len(values) - 1), 0, -1), (1, -1)):
         codes, others = values[::order][:number], values[::order][number:]
@@ -380,7 +391,7 @@ def _set_apart(values: np.ndarray, counts: np.ndarray) -> str:
             many = len(values) > _FEWEST_NUMBERS < abs(code) and times > 3 * counts.mean()
             is_known = (known | many)[0] and (times[0] > 1 or abs(others).max() < abs(code) / 5)
         if is_far and is_known:
-            named = " and ".join(f"{code:g}" for code in sorted(codes))
+            named = " and ".join(map(show, sorted(codes)))
             return f"{named} in {times.sum()} records, which may mean missing (dataset.missing_in)"
     return ""
 

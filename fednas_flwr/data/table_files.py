@@ -279,12 +279,14 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
     about = {} if form.strict else table.schema.pandas_metadata or {}
     kinds = {column["field_name"]: column["pandas_type"] for column in about.get("columns", ())}
-    for field in table.schema:
-        coded = kinds.get(field.name) == "categorical" and pa.types.is_integer(field.type)
+    texts = texts_of(frame, where="it")
+    for field in table.schema if not form.strict else ():
+        coded = kinds.get(field.name) == "categorical" or pa.types.is_dictionary(field.type)
+        coded &= field.name in texts and notation.are_numbers(texts[field.name].different).all()
         if coded and field.name not in getattr(form, "categories", ()):
             cure = "list it in dataset.categorical if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
-    return texts_of(frame, where="it"), "", notes
+    return texts, "", notes
 
 
 def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:

@@ -183,7 +183,7 @@ TABLES = {
     "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), IN_WORDS),
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
-    "a slip": (column(np.where(np.arange(N) == 3, 49e6, AGE)), "4.9e.07 is far from all other num"),
+    "a slip": (column(np.where(np.arange(N) == 3, 49e6, AGE)), "4.9e.07 is far from all others: a"),
     "-200": (column(mostly(AGE, -200, 9)), f"-200 in 9 {MAYBE_MISSING}"),
     "a total among groups": (column(mostly("a", "Total", N)), "x holds Total: if that row adds up"),
     "Julian dates": (column(2459000.5 + np.arange(N) / N), "2459001.5, which float32 blurs: "),
