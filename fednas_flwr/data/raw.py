@@ -308,7 +308,7 @@ def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
 
 def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
     if isinstance(data, np.ma.MaskedArray) and inputs.is_table:
-        data = data.astype(float).filled(np.nan)
+        data = np.ma.filled(data.astype(float), np.nan)
     try:
         array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
     except ValueError as error:
