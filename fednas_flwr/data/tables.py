@@ -474,7 +474,11 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
         n: sorted(word for word in of if word.lower() not in notation.YES_NO)[:10]
         for n, of in words.items()
     }
-    if unclear := {n: sorted(words[n])[:10] for n, of in others.items() if of}:
+    unclear = {n: of for n, of in others.items() if of}
+    for n in unclear:  # of 1 and 2 alone, 1 may be no
+        if "no" not in {notation.YES_NO.get(word.lower()) for word in words[n]}:
+            unclear[n] = sorted(words[n])[:10]
+    if unclear:
         name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
             f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "

@@ -227,6 +227,11 @@ def test_words_of_labels_are_to_be_pasted_as_they_are_written(tmp_path):
     root = written(tmp_path, ["Path,Edema,Mass", *lines])
     with pytest.raises(ConfigError, match=r"is one of the labels .*dataset.map={Edema: {Positive"):
         read_labelled(root, labels_file="labels.csv", labels=["Edema", "Mass"])
+    root = written(
+        tmp_path, ["Path,Edema,Mass", *(f"{image},{1 + i % 2},0" for i, image in enumerate(ROWS))]
+    )
+    words = "dataset.map={Edema: {1: 0, 2: 0}}"  # of which one is to be made 1
+    refuses(words, read_labelled, root, labels_file="labels.csv", labels=["Edema", "Mass"])
 
 
 def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
