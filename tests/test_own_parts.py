@@ -195,16 +195,18 @@ def test_a_loss_sees_one_record_at_a_time():
     refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
 
 
+FAILS = "fails: .* use tensor operations only"
 WRONG_LOSSES = [
-    *(lambda *_: torch.zeros(1), lambda one, _: one.max().item()),
-    lambda one, label: one[0, 0].tanh(),  # may be below 0
+    (lambda *_: torch.zeros(1), FAILS),
+    (lambda one, _: one.max().item(), FAILS),
+    (lambda one, label: focal(one, label) - 0.1, "is -0.0999 for some outputs"),
 ]
 
 
-@pytest.mark.parametrize("loss", WRONG_LOSSES)
-def test_a_loss_that_is_wrong_ends_a_run_before_it_begins(loss, tmp_path):
+@pytest.mark.parametrize(("loss", "words"), WRONG_LOSSES)
+def test_a_loss_that_is_wrong_ends_a_run_before_it_begins(loss, words, tmp_path):
     register_loss("odd", loss)
-    words = "training.loss=odd of your own fails: .* use tensor operations only"
+    words = f"training.loss=odd of your own {words}"
     refuses(words, run, composed(tmp_path / "run", "training.loss=odd"))
     assert not (tmp_path / "run").exists()
 
@@ -394,10 +396,13 @@ def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
     assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in said
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
-def test_a_score_that_fails_ends_a_run_before_it_begins(score, tmp_path):
+def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
     register_metric("wrong", score)
-    refuses("the metric wrong of your own fails", run, composed(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
+    cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
+    assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) != 0
+    assert "the metric wrong of your own" in capsys.readouterr().err
+    assert (folder / "model.onnx").exists()
     refuses("metric=wrong exists", register_metric, "wrong", score)
     refuses("metric=AUROC exists", register_metric, "AUROC", score)

@@ -161,10 +161,11 @@ def sweep(asked: hydra.Arguments) -> int:
     more = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(names)}]"]
     if optuna:
         best = [_direction(name) for name in planned.metrics]
-        if SEARCH_LOSS in planned.metrics and "network" in planned.tree["algorithm"]:
+        algorithm, stages = planned.tree["algorithm"], planned.tree["stages"]
+        if SEARCH_LOSS in planned.metrics and ("network" in algorithm or "search" not in stages):
             raise ConfigError(
-                f"sweep.metric={SEARCH_LOSS} is of a search, and algorithm="
-                f"{planned.tree['algorithm']['name']} has none: set sweep.metric=central_accuracy."
+                f"sweep.metric={SEARCH_LOSS} is of a search, which these runs lack: set it to a "
+                "score of the tested network, such as central_accuracy or central_rmse."
             )
         several = f"[{','.join(best)}]"
         more += [f"hydra.sweeper.direction={best[0] if len(best) == 1 else several}"]

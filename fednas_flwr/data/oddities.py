@@ -56,7 +56,7 @@ _SPLIT_NAME = re.compile(
 )
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _ALONE = 1000  # distance of a slip from the others, in units of their range
-_FAR_OFF = 10  # standard deviations beyond which few numbers to predict may be
+_FAR_OFF, _FEWEST_FAR = 10, 5  # standard deviations beyond which fewer numbers than this may be
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers per record; a column of fewer counts records, without those of a test
 _COARSE = 1e-5  # range over distance from 0; float32 then has fewer than 200 values
@@ -115,28 +115,26 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
 def off_scale(
     features: Tensor, schema: Sequence[Column], mean: Sequence[float], std: Sequence[float]
 ) -> Iterator[str]:
-    """Yield a sentence on columns whose medians are two deviations or more from those in training.
+    """Yield a sentence on columns whose median, or some of whose numbers, are far from usual.
 
     Args:
         features: Rows of a table, float32 ``[N, F]``.
         schema: Their columns.
-        mean: Mean of each feature in training.
-        std: Standard deviation of each feature in training.
+        mean: Mean of each feature, in training or declared.
+        std: Standard deviation of each feature, likewise.
     """
     names = [c.name if c.kind == NUMBER else "" for c in schema if c.kind != CATEGORY]
     if len(features) < _FEWEST_NUMBERS or not names:
         return
-    middles = features[:, : len(names)].nanmedian(0).values.tolist()
-    found = [
-        f"{name} ({middle:.3g}, and not {usual:.3g})"
-        for name, middle, usual, spread in zip(names, middles, mean, std, strict=False)
-        if name and abs(middle - usual) > 2 * spread + 1e-3 * abs(usual)  # means are rounded
-    ]
+    found = []
     for column, (name, usual, spread) in enumerate(zip(names, mean, std, strict=False)):
-        far = abs(features[:, column] - usual) > _FAR_OFF * spread + 1e-3 * abs(usual)
-        number = int(far.sum())
-        if name and max(1, len(features) / 100) < number < len(features) / 2:
-            found.append(f"{name} (in {number} records, as {features[far, column][0]:.3g})")
+        values, rounding = features[:, column], 1e-3 * abs(usual)  # of means
+        middle = float(values.nanmedian())
+        far = values[(abs(values - usual) > _FAR_OFF * spread + rounding) & (abs(values) > 1)]
+        if name and abs(middle - usual) > 2 * spread + rounding:
+            found.append(f"{name} ({middle:.3g}, and not {usual:.3g})")
+        elif name and len(far) >= max(_FEWEST_FAR, len(values) / 100):
+            found.append(f"{name} (in {len(far)} records, as {far[0]:.3g})")
     if found:
         yield f"numbers far from the usual ones, as in another unit or scale: {listed(found, 5)}"
 
@@ -347,10 +345,10 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         return said
     for places in ([0, 1, -1], [-1, -2, 0]):  # equal numbers, if there are only two
         far, near, end = values[places]
-        if abs(near - far) > _ALONE * abs(end - near) > 0:
+        if counts[places[0]] == 1 and abs(near - far) > _ALONE * abs(end - near) > 0:
             return f"{show(far)} is far from all others: a slip?"
     if kind == DATE:
-        return ""
+        return _blurred(low, high)
     few = 1 < counts[0] < counts.sum() / 2
     if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"

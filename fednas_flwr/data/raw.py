@@ -192,9 +192,9 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 def _checked_labels(labels: np.ndarray, inputs: Inputs) -> Tensor | None:
     """Return labels as in ``RawData``; None if they are of another form."""
-    classes = len(inputs.class_names)
-    are_numbers = labels.dtype.kind in "iu" and all(map(str.isdecimal, inputs.class_names))
-    if are_numbers and [*inputs.class_names] != [*map(str, range(classes))]:
+    names, classes = inputs.class_names, len(inputs.class_names)
+    are_numbers = labels.dtype.kind in "iuf" and all(map(str.isdecimal, names))
+    if are_numbers and not inputs.multi_label and [*names] != [*map(str, range(classes))]:
         return None  # they may be names of classes, or places of names
     with suppress(ConfigError):  # a text that is no class
         labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
@@ -307,7 +307,7 @@ def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
 
 
 def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
-    if isinstance(data, np.ma.MaskedArray) and inputs.is_table:
+    if isinstance(data, np.ma.MaskedArray) and inputs.is_table and data.dtype.kind in "fiub":
         data = np.ma.filled(data.astype(float), np.nan)
     try:
         array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)

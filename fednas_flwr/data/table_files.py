@@ -282,7 +282,8 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     texts = texts_of(frame, where="it")
     for field in table.schema if not form.strict else ():
         coded = kinds.get(field.name) == "categorical" or pa.types.is_dictionary(field.type)
-        coded &= field.name in texts and notation.are_numbers(texts[field.name].different).all()
+        different = texts[field.name].different if coded and field.name in texts else ()
+        coded = bool(different) and notation.are_numbers(different).all()
         if coded and field.name not in getattr(form, "categories", ()):
             cure = "list it in dataset.categorical if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")

@@ -477,7 +477,7 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
     unclear = {n: of for n, of in others.items() if of}
     for n in unclear:  # of 1 and 2 alone, 1 may be no
         if "no" not in {notation.YES_NO.get(word.lower()) for word in words[n]}:
-            unclear[n] = sorted(words[n])[:10]
+            unclear[n] += sorted(words[n].difference(unclear[n]))[:10]
     if unclear:
         name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(

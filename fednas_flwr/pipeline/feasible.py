@@ -20,7 +20,6 @@ from torch import nn
 from fednas_flwr.algorithms.stage_strategies import make_sampling, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
-from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client import making
 from fednas_flwr.client.making import check_public, make_objective, num_units
 from fednas_flwr.data import loaders
@@ -28,7 +27,6 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.records import Parts
 from fednas_flwr.models import networks as nets
-from fednas_flwr.models.metrics import own_scores
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import Reading, RenyiFilter, covered_steps
@@ -43,7 +41,7 @@ from fednas_flwr.search.objective import check_own_loss
 from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses
 from fednas_flwr.settings.names import CLIENT, SPLITS
-from fednas_flwr.settings.registry import SUPERNET, TABLES, algorithm_of
+from fednas_flwr.settings.registry import SUPERNET, algorithm_of
 
 
 def check_run(config: Config) -> None:
@@ -159,7 +157,6 @@ def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, R
 
 COPIES = 4  # of a network's weights in memory: the server's, a client's, its gradients, its reply
 THREADS_PER_CORE = 8
-PROBED = 1000  # records whose labels try a metric of the user's, with guesses
 LARGEST_FEATURE = 1e18  # its square fits into float32
 
 
@@ -203,16 +200,11 @@ def check_buildable(config: Config) -> Made:
         )
     if own_loss := make_objective(config, prepared, device).own_loss:
         shape, dtype = prepared.train.labels.shape[1:], prepared.train.labels.dtype
-        labels = torch.zeros(2, *shape, dtype=dtype, device=device)
-        logits = torch.linspace(-3, 3, 2 * prepared.num_classes, device=device).view(2, -1)
+        labels = torch.zeros(5, *shape, dtype=dtype, device=device)
+        rising = torch.linspace(-30, 30, 2 * prepared.num_classes, device=device).view(2, -1)
+        logits = torch.cat([rising, rising.flip(1), 0 * rising[:1]])  # wrong, right, and unsure
         check_own_loss(str(config.training.loss), own_loss, logits, labels)
     _check_images(config.dataset, prepared)
-    if TABLES["metric"]:
-        drawn = make_generator(config.seed, "metric")
-        rows = torch.randperm(len(prepared.train), generator=drawn)[:PROBED]
-        size, labels = (len(rows), prepared.num_classes), prepared.train.labels[rows]
-        guesses = torch.rand(size, generator=drawn, dtype=torch.float64)
-        own_scores(guesses if prepared.train.is_regression else guesses.softmax(1), labels)
     if config.dp:
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]

@@ -230,14 +230,17 @@ def check_own_loss(name: str, loss: OwnLoss, logits: Tensor, labels: Tensor) -> 
     try:
         losses = _own_losses(loss, logits.requires_grad_(), labels)
         torch.autograd.grad(losses.sum(), logits)
-        if losses.min() < 0:
-            raise ValueError(f"it is {losses.min():.3g}, but must never be below 0")
     except Exception as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(
             f"training.loss={name} of your own fails: {reason.rstrip('.')}. It is computed for one "
             "record at a time, by torch.vmap, and differentiated: use tensor operations only."
         ) from error
+    if losses.min() < 0:
+        raise ConfigError(
+            f"training.loss={name} of your own is {losses.min():.3g} for some outputs: expected 0 "
+            "or more; add a constant, or clamp it."
+        )
 
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,28 +16,18 @@ from fednas_flwr.spaces.latency_tables import from_json
 
 from ..refusals import refuses
 from ..rows import seldom
-from .conftest import (
-    RECORDS,
-    STEP,
-    TERMS,
-    clipped_sum,
-    flat,
-    hardware_loss,
-    make_networks,
-    schedule,
-    step_along,
-)
+from . import conftest as wards
 
-NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
+NORM, SIGMA = wards.TERMS["max_grad_norm"], wards.TERMS["noise_multiplier"]
 ALPHA_NORM = 0.002  # so small that it clips
 WEIGHT_TERMS = {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
 ALPHA_TERMS = WEIGHT_TERMS | {"max_grad_norm": ALPHA_NORM}
 PATHS = proxyless.SampledPaths(warm_up=False, hardware=None)
 LOCAL = {"alternating": None, "paths": asdict(PATHS), "steps": 2}
-LOCAL |= {"weights": replace(STEP, clip_norm=None), "alphas": Adam(lr=0.05, weight_decay=0.0)}
+LOCAL |= {"weights": replace(wards.STEP, clip_norm=None), "alphas": Adam(lr=0.05, weight_decay=0.0)}
 EVERYTHING = [
     replace(p, max_grad_norm=ALPHA_NORM) if p.kind == "alphas" else p
-    for p in schedule(batch_size=None)
+    for p in wards.schedule(batch_size=None)
     if p.action == "train.search"
 ]
 
@@ -53,7 +43,7 @@ def site_config(compose_config):
 
 @pytest.fixture(scope="session")
 def networks(site_config, prepared):
-    return make_networks(site_config, prepared)
+    return wards.make_networks(site_config, prepared)
 
 
 @pytest.fixture
@@ -86,8 +76,8 @@ def searched(site, networks, *, loss, warm_up, steps=2):
                 by_gates, _ = proxyless.gate_gradient(supernet, (x, y), paths, hardware=in_loss)
                 return [proxyless.alpha_gradient(by_gates, alphas, paths)]
 
-            total, _ = clipped_sum(site.client.data.validation, by_alphas, ALPHA_NORM)
-            alphas.grad = total.view_as(alphas) / RECORDS["validation"]
+            total, _ = wards.clipped_sum(site.client.data.validation, by_alphas, ALPHA_NORM)
+            alphas.grad = total.view_as(alphas) / wards.RECORDS["validation"]
             if loss is not None and loss.form == "additive":
                 batch = site.client.data.validation.batch(torch.arange(2), "cpu")
                 batch = batch[0].double(), batch[1]
@@ -106,8 +96,8 @@ def searched(site, networks, *, loss, warm_up, steps=2):
             loss = torch.nn.functional.cross_entropy(supernet.body(x, paths=[[p] for p in path]), y)
             return torch.autograd.grad(loss, list(chosen.values()))
 
-        total, _ = clipped_sum(site.client.data.train, by_weights, NORM)
-        step_along(sgd, list(chosen.values()), total, RECORDS["train"])
+        total, _ = wards.clipped_sum(site.client.data.train, by_weights, NORM)
+        wards.step_along(sgd, list(chosen.values()), total, wards.RECORDS["train"])
     return supernet
 
 
@@ -116,7 +106,7 @@ SEARCHES = [(None, False), ("additive", False), seldom("multiplicative", False),
 
 @pytest.mark.parametrize(("form", "warm_up"), SEARCHES)
 def test_private_path_search_is_clipped_steps(form, warm_up, ask, networks, totals):
-    loss = None if form is None else hardware_loss(networks.space, form)
+    loss = None if form is None else wards.hardware_loss(networks.space, form)
     site, reply = ask(hardware=loss, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
     twin = searched(site, networks, loss=loss, warm_up=warm_up)
@@ -124,7 +114,7 @@ def test_private_path_search_is_clipped_steps(form, warm_up, ask, networks, tota
         if name not in reply.states:
             continue
         found = reply.states[name]["float32"].double()
-        torch.testing.assert_close(found, flat(tensors.values()), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(found, wards.flat(tensors.values()), rtol=1e-4, atol=2e-5)
     if warm_up:
         assert torch.equal(reply.states["alphas"]["float32"], state["float32"])
     expected = [WEIGHT_TERMS] if warm_up else [ALPHA_TERMS, WEIGHT_TERMS]
@@ -134,7 +124,7 @@ def test_private_path_search_is_clipped_steps(form, warm_up, ask, networks, tota
 
 
 def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, networks):
-    _, reply = ask(steps=1, weights=replace(STEP, weight_decay=0.0))
+    _, reply = ask(steps=1, weights=replace(wards.STEP, weight_decay=0.0))
     supernet = networks.space.supernet()
     load_states(supernet, networks.states["supernet"])
     before = copy.deepcopy(supernet.state_dict())
@@ -192,7 +182,7 @@ def test_whether_a_request_fails_does_not_depend_on_the_records(change, differin
 
 def test_everything_that_the_server_says_of_costs_is_rehearsed(make_site, networks):
     site = make_site(committed=EVERYTHING)
-    loss = hardware_loss(networks.space, "multiplicative")
+    loss = wards.hardware_loss(networks.space, "multiplicative")
     for scale in (0.5, 0.5, 2.0):
         given = replace(loss, terms=replace(loss.terms, scale=scale))
         site.ask("train.search", **LOCAL | {"hardware": given, "steps": 1})

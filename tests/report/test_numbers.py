@@ -151,6 +151,14 @@ def test_a_lead_is_of_the_same_test_records(tmp_path):
     assert "a lead that chance can explain" in sentence("verdict", alone)
     low, high = alone.lead("the pooled linear model")
     assert [low, high] == [end - linear["accuracy"] for end in central["intervals"]["accuracy"]]
+    emit(
+        tmp_path, "evaluated", **told | {"linear": linear | {"accuracy": 0.1}}
+    )  # below the majority
+    assert "better than simpler models, by" in sentence("verdict", read_run(tmp_path))
+    unsure = {"linear": None, "central": central | {"log_loss": 0.75}}
+    emit(tmp_path, "evaluated", **told | unsure)
+    assert "no simpler model was trained." in sentence("verdict", read_run(tmp_path))
+    assert "log loss 0.750, or 0.693 if each class" in sentence("attention", read_run(tmp_path))
 
 
 # --- the file of events

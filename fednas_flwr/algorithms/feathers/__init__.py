@@ -17,7 +17,7 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
         batch_size: Records per step of a client.
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
         nas_rounds: Rounds of search from one exploration to the next.
-        annealed: True if chosen learning rates fall along a cosine to 0 over a stage's rounds.
+        annealed: True if the weights' learning rates fall along a cosine to 0 over a stage.
         beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, reached in a
             linear rise.
         loss_bound: Bound on the decrease of a record's loss.
