@@ -4,9 +4,10 @@
 
 The runs have 5 and 10 clients with 2,000 images and batches of 32, iid and label-skewed, and 3
 seeds. FedEx retrains the architecture that DARTS has found with the same clients, division and
-seed, as in the paper's Table 2. The rows "FEATHERS, averaged" are from commit 0ae3c38c; their
-setting no longer exists. The script continues where it was stopped; every finished run is added to
-scripts/results/feathers.json.
+seed, as in the paper's Table 2. The rows "FEATHERS, averaged" and "FEATHERS, constant rates" are
+from commit 0ae3c38c; the setting of the former no longer exists, that of the latter is
+``algorithm.annealed=false``. The script continues where it was stopped; every finished run is added
+to scripts/results/feathers.json.
 """
 
 from __future__ import annotations
