@@ -161,8 +161,8 @@ def refuse_batch_norm(module: nn.Module) -> None:
             name = next(name for name, other in module.named_modules() if other is submodule)
             raise ConfigError(
                 f"{name or 'the module'} is batch normalisation or keeps running statistics, which "
-                "mixes the records of a batch: a private run needs group normalisation, as "
-                "by search_space.norm=group, or nn.GroupNorm in a network of your own."
+                "mixes the records of a batch: a private run needs group normalisation "
+                "(search_space.norm=group, or nn.GroupNorm in a network of your own)."
             )
 
 
