@@ -30,7 +30,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     Known weaknesses: losses fall most in the first phase, so that its best configuration often has
     the largest estimate to the end. A reward is the gain of each client's own trained model on its
     own records. With skewed labels that gain is largest where a client forgets the other clients'
-    classes. High learning rates then win, although their models do not average well.
+    classes. High learning rates then win, whose models average well only if they are annealed.
 
     Deviations: in the paper the bandit alone lowers learning rates, which here it seldom does;
     ``annealed`` lets each configuration's rate, also in trials, fall over the stage. One message
