@@ -182,6 +182,7 @@ TABLES = {
     "compact dates": (column([d.strftime("%Y%m%d") for d in DAYS]), "dates written as 20241231"),
     "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), IN_WORDS),
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
+    "no dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "1899-12-31", 9)), "1899-12-31 in 9 rec"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
     "a slip": (column(np.where(np.arange(N) == 3, 49e6, AGE)), "4.9e.07 is far from all others: a"),
     "-200": (column(mostly(AGE, -200, 9)), f"-200 in 9 {MAYBE_MISSING}"),
