@@ -37,7 +37,8 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
 
 _UNUSED = (
     registry.Rule(
-        "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
+        "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm "
+        "algorithm.beta_decay",
         lambda c: not c.searches,
         "stages={c.stages}, which lack search",
     ),
