@@ -1,25 +1,32 @@
-"""AUROC and a threshold from one noised release: counts of scores by class.
+"""AUROC, a threshold and probabilities from one noised release: counts of scores by class.
 
 A private client counts its records by class and by bin of the log odds that the network gives the
 positive class. Each record is in one bin, so the counts have a norm of 1 per record. Bins are fixed
 beforehand, equally wide by the inverse hyperbolic sine: narrow where unsure models rank records,
 wide where few private steps have made a model too sure. Bins at both ends that show only noise are
 left out, which reads no record, except the nearest two: these often have the few records that a
-model is surest of, and without them the AUROC is too small.
+model is surest of, and without them the AUROC is too small. Where all bins show only noise, wider
+ones are made of them, which reads no record, either.
+
+The noise of private training makes a model too sure. A line through its log odds, fitted to the
+same counts (Platt 1999), mends its probabilities and costs no epsilon.
 
 Tensor suffixes: N records, B bins.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; the last bins have all that lies beyond
 SEEN = 4.0  # standard deviations of noise above which a count is more than noise
+SEEN_CLASS = 3.0  # the same for the sum of a class
 BEYOND = 2  # bins at either end that count beside those in which records are seen
+WIDTHS = (1, 2, 4, 8)  # bins that are one together, if narrower ones are hardly more than noise
 LARGEST_ERROR = 0.03  # with a larger error, no AUROC is reported
 USUAL_BINS = 16  # number of bins that hold nearly all records
 
@@ -32,14 +39,23 @@ class NoisedScores:
         auroc: AUROC from 0 to 1; None if its error is above ``LARGEST_ERROR``.
         error: Standard deviation that noise gives the AUROC.
         prevalence: Share of positive records.
-        threshold: Probability from which on a record counts as positive, in (0, 1): the edge of a
-            bin with the largest sensitivity + specificity (Youden 1950).
+        edge: Log odds from which on a record counts as positive: the edge of a bin with the largest
+            sensitivity + specificity (Youden 1950).
+        slope: Factor of the log odds for probabilities as often right as they say; above 0.
+        offset: What is added to them for it.
     """
 
     auroc: float | None
     error: float
     prevalence: float
-    threshold: float
+    edge: float
+    slope: float
+    offset: float
+
+    @property
+    def threshold(self) -> float:
+        """Probability of the edge, in (0, 1), for a network of corrected log odds."""
+        return torch.tensor(self.slope * self.edge + self.offset).double().sigmoid().item()
 
 
 def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
@@ -62,14 +78,24 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
         counts: Sum over all clients [2 B], in the order of :func:`one_hot`.
         noise: Standard deviation of the noise in each count, 0 or more.
     """
-    negative_B, positive_B = counts.double().view(2, BINS)
+    sums = (counts.double().view(2, -1, width).sum(2) for width in WIDTHS)
+    scores = (_scores(of, noise * math.sqrt(BINS / of.shape[1])) for of in sums)
+    return next((one for one in scores if one is not None), None)
+
+
+def _scores(counts_2B: Tensor, noise: float) -> NoisedScores | None:
+    negative_B, positive_B = counts_2B
     seen = torch.nonzero(negative_B + positive_B > SEEN * noise * math.sqrt(2)).flatten()
     if len(seen) < 2:
         return None
-    first, last = max(int(seen[0]) - BEYOND, 0), int(seen[-1]) + 1 + BEYOND
+    bins = len(negative_B)
+    edges = _log_odds(torch.arange(bins + 1) / bins)
+    centres_B = _log_odds((torch.arange(bins) + 0.5) / bins)
+    beyond = max(BEYOND * bins // BINS, 1)
+    first, last = max(int(seen[0]) - beyond, 0), int(seen[-1]) + 1 + beyond
     negative_B, positive_B = negative_B[first:last], positive_B[first:last]
     negatives, positives = negative_B.sum(), positive_B.sum()
-    if min(negatives, positives) <= SEEN * noise * math.sqrt(len(negative_B)):
+    if min(negatives, positives) <= SEEN_CLASS * noise * math.sqrt(len(negative_B)):
         return None
     below_B = (negative_B.cumsum(0) - negative_B / 2) / negatives  # share of records; ties half
     above_B = 1 - (positive_B.cumsum(0) - positive_B / 2) / positives
@@ -77,13 +103,68 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
     moves = torch.cat([(below_B - auroc) / positives, (above_B - auroc) / negatives])
     error = noise * float(torch.linalg.vector_norm(moves))
     youden_B = negative_B.cumsum(0) / negatives - positive_B.cumsum(0) / positives
-    edge = first + 1 + int(youden_B[:-1].argmax())
+    slope, offset = _line(centres_B[first:last], negative_B, positive_B)
     return NoisedScores(
         auroc=min(max(auroc, 0.0), 1.0) if error <= LARGEST_ERROR else None,
         error=error,
         prevalence=float(positives / (positives + negatives)),
-        threshold=1 / (1 + math.exp(-math.sinh(math.asinh(LARGEST) * (2 * edge / BINS - 1)))),
+        edge=float(edges[first + 1 + youden_B[:-1].argmax()]),
+        slope=slope,
+        offset=offset,
     )
+
+
+def _log_odds(places: Tensor) -> Tensor:
+    """Return the log odds at places from 0 to 1 among bins of equal width by their asinh."""
+    return (math.asinh(LARGEST) * (2 * places.double() - 1)).sinh()
+
+
+def _line(odds_B: Tensor, negative_B: Tensor, positive_B: Tensor) -> tuple[float, float]:
+    """Return the slope and the offset of Platt's line, 1 and 0 if the slope is not above 0.
+
+    As in Platt (1999), of N records of a class (N + 1) / (N + 2) count for it and the rest for the
+    other, so that classes that are told apart wholly have a finite slope.
+
+    Args:
+        odds_B: Log odds of the bins.
+        negative_B: Noised counts of negative records, whose sum is above 0.
+        positive_B: The same of positive ones.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    counts_2B = torch.stack([negative_B, positive_B]).clamp(min=0)
+    moved_2B = counts_2B / (counts_2B.sum(1, keepdim=True) + 2)
+    counts_2B = counts_2B - moved_2B + moved_2B.flip(0)
+    labels = torch.tensor([0, 1]).repeat_interleave(len(odds_B))
+    line = LogisticRegression(C=1e6, max_iter=1000)
+    line.fit(odds_B.repeat(2)[:, None], labels, sample_weight=counts_2B.flatten())
+    slope, offset = float(line.coef_[0, 0]), float(line.intercept_[0])
+    return (slope, offset) if slope > 0 else (1.0, 0.0)
+
+
+@torch.no_grad()
+def corrected(network: nn.Module, line: NoisedScores, *, positive: int, x: Tensor) -> nn.Module:
+    """Return a copy whose log odds of one of two classes are on the line; else the network itself.
+
+    The line goes into the weights of the last layers: linear ones with two outputs, whose sum the
+    logits are. Where the logits of ``x`` show otherwise, the network stays as it is.
+
+    Args:
+        network: The network.
+        line: Slope and offset.
+        positive: The class, 0 or 1.
+        x: A batch of any inputs.
+    """
+    made = copy.deepcopy(network).eval()
+    shift_2 = line.offset * functional.one_hot(torch.tensor(positive), 2)
+    expected = line.slope * made(x) + shift_2
+    last = [m for m in made.modules() if isinstance(m, nn.Linear) and m.out_features == 2]
+    for parameter in [p for layer in last for p in layer.parameters()]:
+        parameter.mul_(line.slope)
+    for layer in [layer for layer in last if layer.bias is not None][:1]:
+        layer.bias.add_(shift_2)
+    is_equal = torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3)
+    return made if is_equal else network
 
 
 def planned_noise(error: float, *, records: float, rarer: float) -> float:

@@ -26,7 +26,7 @@ from fednas_flwr.data.prepared import make_data, sites_of
 from fednas_flwr.models import metrics
 from fednas_flwr.models.explanation import importance, mistakes
 from fednas_flwr.models.networks import make_device
-from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
+from fednas_flwr.models.noised_scores import BINS, NoisedScores, corrected, scores_of_counts
 from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.later_settings import with_precision
@@ -34,7 +34,7 @@ from fednas_flwr.pipeline.pooled_statistics import noised_sum
 from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Layout, Packed, load_states, network_states
+from fednas_flwr.protocol.states import Layout, Packed, load_states, network_states, pack
 from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import is_beside, read_run
 from fednas_flwr.search.objective import Objective
@@ -64,16 +64,17 @@ class Trained(NamedTuple):
     states: dict[str, Packed]
 
 
-def evaluate(run: Run, trained: Trained) -> float | None:
+def evaluate(run: Run, trained: Trained) -> tuple[Trained, float | None]:
     """Measure the network on the server's test set and on every client's own test records.
 
-    Returns the threshold that was used; None if the most probable class is predicted.
+    Returns the network, whose probabilities noised scores may have corrected, and the threshold
+    that was used; None if the most probable class is predicted.
     """
     config, prepared = run.config, run.prepared
     with run.stage("evaluate"):
-        released = _released_scores(run, trained)
-        metric = _metric(run, released)
         objective = make_objective(config, prepared, torch.device("cpu"))
+        trained, released = _corrected(run, trained, objective)
+        metric = _metric(run, released)
         threshold, validation = _validated(run, trained, objective, metric, released)
         central = _on_server(run, trained.network, replace(objective, threshold=threshold), metric)
         pooled = _pooled_models(run, objective) if pools_records(config) else {}
@@ -90,7 +91,23 @@ def evaluate(run: Run, trained: Trained) -> float | None:
             trees=pooled.get("trees"),
             **of_clients,
         )
-    return threshold
+    return trained, threshold
+
+
+def _corrected(
+    run: Run, trained: Trained, objective: Objective
+) -> tuple[Trained, NoisedScores | None]:
+    """The network with probabilities corrected by noised scores, and these, if there are any."""
+    released, positive = _released_scores(run, trained), objective.positive_class(2)
+    if released is None or positive is None:
+        return trained, released
+    x = torch.rand(8, *run.prepared.input_shape)
+    network = corrected(trained.network, released, positive=positive, x=x)
+    if network is trained.network:
+        return trained, replace(released, slope=1.0, offset=0.0)
+    tensors = network_states(network)
+    states = {name: pack(tensors[name]) for name in trained.states}
+    return trained._replace(network=network, states=states), released
 
 
 def _metric(run: Run, released: NoisedScores | None) -> str:

@@ -95,9 +95,11 @@ def _run_from_search(run: Run) -> None:
     if "export" in config.stages:
         with run.stage("export"):
             _export(run, trained)
-    threshold = evaluation.evaluate(run, trained) if "evaluate" in config.stages else None
+    exported, threshold = trained, None
+    if "evaluate" in config.stages:
+        trained, threshold = evaluation.evaluate(run, trained)
     if "export" in config.stages:
-        if threshold is not None:
+        if threshold is not None or trained is not exported:
             _export(run, trained, threshold)
         _hand_over(run, _keep_copies(run, trained, threshold))
 
@@ -189,7 +191,7 @@ def retrain(
 
 
 def _export(run: Run, trained: Trained, threshold: float | None = None) -> None:
-    """Write the model's files, including the threshold of its labels once it is known."""
+    """Write the model's files, with threshold and corrected probabilities once they are known."""
     model = _model(run, trained, threshold)
     export_safetensors(model, run.folder)
     path, difference = export_onnx(model, run.folder)

@@ -336,7 +336,8 @@ class DifferentialPrivacy(ps.Checked):
         scores_error: Standard error that noise may give the network's AUROC if one of two classes
             has 10 % of the records. It is larger where it would cost more than a quarter of
             ``epsilon``. One release has the counts of scores by class, of train and validation
-            records; a threshold also follows from it. Null releases no scores.
+            records; a threshold also follows from it, and probabilities as often right as they
+            say. Null releases no scores.
         statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
             a table: one release per client, within ``dataset.ranges``, for a norm of 1 per record.
             Null standardises by the ranges alone. For pooled features of a backbone, the noise is

@@ -494,7 +494,8 @@ def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, s
     assert noises == [pytest.approx(plan["noise_multiplier"] * math.sqrt(config.clients / honest))]
     assert abs(told["prevalence"] - 0.15) < 0.1  # some ten standard errors
     assert told["auroc"] is None or told["error"] <= 0.03
-    assert finished.scores("central")["threshold"] == told["threshold"]
+    odds = torch.tensor(told["slope"] * told["edge"] + told["offset"]).double()
+    assert finished.scores("central")["threshold"] == odds.sigmoid().item()
     actions = [row.action for row in booked(folder / "sites")]
     assert sum(action.startswith("evaluate.scores") for action in actions) == 1
     assert "noised counts of the clients" in (folder / "report.html").read_text()

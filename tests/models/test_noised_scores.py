@@ -5,9 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from torch import nn
 
-from fednas_flwr.models import noised_scores
+from fednas_flwr.models import networks, noised_scores
 from fednas_flwr.models.noised_scores import BINS, one_hot, planned_noise, scores_of_counts
 
 
@@ -42,8 +44,39 @@ def test_without_noise_they_are_those_of_the_binned_scores(spread):
     edges = [float(np.sinh(k / scale)) for k in range(1 - BINS // 2, BINS // 2)]
     ill, well = odds[positive], odds[~positive]
     youden = [(ill >= edge).double().mean() + (well < edge).double().mean() for edge in edges]
-    best = torch.tensor(edges[int(np.argmax(youden))]).double().sigmoid().item()
+    assert told.edge == pytest.approx(edges[int(np.argmax(youden))])
+    line = LogisticRegression(C=1e6).fit(odds[:, None], positive)
+    assert [told.slope, told.offset] == pytest.approx(
+        [line.coef_[0, 0], line.intercept_[0]], rel=0.1
+    )
+    best = torch.tensor(told.edge * told.slope + told.offset).double().sigmoid().item()
     assert told.threshold == pytest.approx(best)
+
+
+def test_scores_that_are_wrong_way_round_or_wholly_apart_have_a_line():
+    odds, positive = records(2000, 0.3, 1.0)
+    assert scores_of_counts(one_hot(-odds, positive).sum(0), noise=0.0).slope == 1
+    centres = noised_scores._log_odds(torch.tensor([15.5, 48.5]) / BINS)
+    apart = scores_of_counts(one_hot(centres[positive.long()], positive).sum(0), noise=0.0)
+    surest, count = (apart.slope * centres + apart.offset).sigmoid(), int(positive.sum())
+    assert surest.tolist() == pytest.approx([1 / (2002 - count), 1 - 1 / (count + 2)], rel=2e-2)
+
+
+@pytest.mark.parametrize("positive", [0, 1])
+@pytest.mark.parametrize("kind", ["linear", "mlp_64", "bent"])
+def test_a_network_is_corrected_in_its_last_layers_or_stays(kind, positive):
+    torch.manual_seed(0)
+    x, line = torch.randn(9, 5), noised_scores.NoisedScores(None, 1.0, 0.1, 0.0, 0.4, 1.5)
+    network = nn.Sequential(nn.Linear(5, 2), nn.Softplus())
+    if kind != "bent":
+        network = networks.OneLayer((5,), 2, width=64) if kind == "mlp_64" else nn.Linear(5, 2)
+    before = network(x)
+    made = noised_scores.corrected(network, line, positive=positive, x=torch.rand(8, 5))
+    assert torch.equal(network(x), before)
+    assert (made is network) == (kind == "bent")
+    if kind != "bent":
+        odds, old = (y[:, positive] - y[:, 1 - positive] for y in (made(x), before))
+        torch.testing.assert_close(odds, 0.4 * old + 1.5)
 
 
 def test_the_error_that_is_told_is_that_of_many_draws():

@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime
 import pandas as pd
 import pytest
-from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from fednas_flwr import FedClassifier, load
 from fednas_flwr.runs.numbers import read_run
@@ -74,6 +74,8 @@ def test_every_route_gives_the_same_labels(finished_run, data, more, tmp_path, p
     of_class = [int((~called[died]).sum()), int(called[died].sum())]
     assert central["confusion"][central["positive"]] == of_class[:: -1 if more == NAMED else 1]
     assert central["auroc"] == pytest.approx(roc_auc_score(died, shares), abs=1e-3)
+    assert central["loss"] == pytest.approx(log_loss(died, shares), abs=1e-5)
+    assert central["loss"] < log_loss(died, np.full(len(died), died.mean()))
     precision = average_precision_score(died, shares)
     assert central["average_precision"] == pytest.approx(precision, abs=1e-2)
     for name, (low, high) in central["intervals"].items():
