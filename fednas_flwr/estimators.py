@@ -257,7 +257,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             validate_data(self, X, reset=reset, skip_check_array=True)
             return X
         form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": 1 + reset}
-        return validate_data(self, X, reset=reset, **form)
+        X = validate_data(self, X, reset=reset, **form)
+        return X.astype(np.uint8) if X.dtype == bool else X
 
     def _predicted(self, X: Any) -> Any:
         check_is_fitted(self)
@@ -418,7 +419,8 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
         if isinstance(kind, pd.CategoricalDtype) and name not in others:
             cells = texts_of(pd.DataFrame({"x": kind.categories}))["x"]
             codes = cells.without({*data.missing_in.get(str(name), data.missing_values)}).different
-            found |= {str(name): list(codes)} if codes and are_numbers(codes).all() else {}
+            name = " ".join(str(name).split())
+            found |= {name: list(codes)} if codes and are_numbers(codes).all() else {}
     return found | dict(data.categories)
 
 

@@ -277,10 +277,10 @@ def _of_columns(records: Records) -> Iterator[str]:
             others = [code for code in codes if code not in marks]
             affixed = codes if all(map(_PLACE.match, codes)) else [*filter(AFFIXED.match, codes)]
             odd = [code for code in others if not are_numbers([code]).all()]
-            are_odd = odd and are_numbers(map(_with_usual_signs, others)).all()
-            if are_odd or len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(codes)):
+            are_affixed = len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(codes))
+            if odd and (are_affixed or are_numbers(map(_with_usual_signs, others)).all()):
                 yield (
-                    f"{column.name} has {len(codes)} categories such as {(odd or marks)[0]}: write "
+                    f"{column.name} has {len(codes)} categories such as {odd[0]}: write "
                     "numbers, dates and times plainly"
                 )
                 continue

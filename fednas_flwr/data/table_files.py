@@ -353,10 +353,13 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         sheets = book.book.worksheets
         shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"] or sheets
         sheet = next((one for one in shown if form.strict or one.max_column > 2), shown[0])
-        table = pd.read_excel(book, sheet.title, dtype=object, header=None)
-    table = table.dropna(how="all").dropna(how="all", axis=1)
+        as_stored = {"dtype": object, "keep_default_na": False, "na_values": [""]}
+        table = pd.read_excel(book, sheet.title, header=None, **as_stored)
+    table = table.dropna(how="all", axis=1)
     if table.empty:
         raise ValueError(f"its first sheet, {sheet.title}, is empty")
+    filled = table.notna().any(axis=1)
+    table = table[filled.cummax() & filled[::-1].cummax()]
     texts, notes = _named([_cells_of(table.iloc[:, i]) for i in range(table.shape[1])], form)
     if others := [other.title for other in sheets if other is not sheet]:
         notes.append(f"only the sheet {sheet.title} is read, not {', '.join(others)}")
@@ -381,7 +384,8 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = content.decode(encoding).encode()
     content = content.removeprefix(codecs.BOM_UTF8)
     if b"\0" in content and not form.strict:
-        raise ValueError(f"it holds NUL characters: set dataset.encoding=utf-16-le, or {_OTHERS}")
+        wide = "utf-16-be" if content.startswith(b"\0") else "utf-16-le"
+        raise ValueError(f"it holds NUL characters: set dataset.encoding={wide}, or {_OTHERS}")
     if _LIBSVM.match(content) and not form.strict:
         raise ValueError("it is in LIBSVM's form: scikit-learn's load_svmlight_file makes arrays")
     if b"\r" in content:

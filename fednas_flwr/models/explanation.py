@@ -93,7 +93,8 @@ def importance(
         columns += [row] if bool(ends.isfinite().all()) else []
     columns.sort(key=lambda row: -row["drop"])
     numbers = [column.name for column in schema if column.kind != CATEGORY]
-    correlation_FF = torch.corrcoef(x_NF[:, : len(numbers)].T.double()).reshape(len(numbers), -1)
+    size = len(numbers)
+    correlation_FF = torch.corrcoef(x_NF[:, :size].T.double()).reshape(size, size)
     correlated = [
         [a, b, float(correlation_FF[i, j])]
         for i, a in enumerate(numbers)

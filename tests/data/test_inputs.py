@@ -175,6 +175,7 @@ TABLES = {
     "a true minus": (column(mostly(1, "\u22121", 3)), f"x has 2 {IN_WORDS}"),
     "D for an exponent": (column(mostly("1.5D+02", "2.0D+01", 3)), f"x has 2 {IN_WORDS}"),
     "? among grades": (column(mostly(np.arange(N) % 3, "?", 4)), "x holds .: if it means that a"),
+    "a point for none": (column(mostly(AGE, ".", 4)), "x holds .: if it means that a cell"),
     "- among words": (column(mostly("a", "-", 4)), "x holds -: if it means that a cell"),
     "- beside +": (column(mostly("+", "-", 4)), r"label y: [^|]*$"),
     "letters that look alike": (column(mostly("M", "\u041c", 3)), "x holds M and .: join them by"),

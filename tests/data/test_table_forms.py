@@ -3,6 +3,9 @@
 import pandas as pd
 import pytest
 
+from fednas_flwr.data.table_files import read_texts
+from fednas_flwr.settings.data_settings import TableForm
+
 from ..data_sets import read
 from ..refusals import refuses
 
@@ -119,3 +122,13 @@ def test_sheets_that_are_not_read_are_named(tmp_path):
     table, _ = read("csv", tmp_path / "t.xlsx")
     assert (table.feature_names, table.class_names) == (("age",), ("a", "b"))
     assert table.notes == ("t.xlsx: only the sheet ward is read, not codes",)
+
+
+def test_cells_and_rows_of_a_sheet_are_those_of_a_csv_file(tmp_path):
+    frame = pd.DataFrame({"x": [50.5, None, 3.5, None], "of": ["NA", None, "null", None]})
+    frame.to_excel(tmp_path / "t.xlsx", index=False)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    paths = (tmp_path / "t.xlsx", tmp_path / "t.csv")
+    sheet, file = (read_texts(path, TableForm(), keep_empty=True)[0] for path in paths)
+    for name, cells in sheet.items():  # but for empty rows at the end
+        assert cells.texts.to_pylist() == file[name][:3].texts.to_pylist()

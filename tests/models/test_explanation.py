@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,14 @@ def test_the_unshuffled_table_is_computed_once(most, times, monkeypatch):
     network = Known()
     effects = sum(len(effect["x"]) for effect in explained(network=network)["effects"])
     assert network.asked == 1 + times * len(SCHEMA) + effects
+
+
+def test_a_table_of_categories_alone_is_explained():
+    split, _ = table()
+    only = replace(split, features=split.features[:, 4:], mean=(0.0,) * 3, std=(1.0,) * 3)
+    how = {"objective": Objective(), "metric": "accuracy", "sites": np.empty(0), "seed": 0}
+    found = importance(torch.nn.Linear(3, 2).eval(), only, (KIND,), **how)
+    assert ([row["name"] for row in found["columns"]], found["correlated"]) == (["kind"], [])
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc", "average_precision", "f1", "log_loss"])
