@@ -136,6 +136,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         y = y.to_numpy() if isinstance(y, pd.Series) else y  # of pandas' own types, too
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         y = pd.Series(y).infer_objects().to_numpy()
+        groups = None if groups is None else column_or_1d(groups)
         check_consistent_length(X, y, groups)
         result = self._run(X, self._target(y), groups, label=label, site=site)
         load_description(result.folder)  # refuses a run that had no time for a model
@@ -254,6 +255,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             known = getattr(self, "feature_names_in_", X.columns)
             if not reset and {*known} <= {*X.columns}:
                 X = X.drop(columns=X.columns.difference(known, sort=False))
+            if not X.columns.is_unique:
+                twice = listed([*map(str, X.columns[X.columns.duplicated()].unique())], 5)
+                raise ValueError(f"X has several columns {twice}: give each a name of its own.")
             validate_data(self, X, reset=reset, skip_check_array=True)
             return X
         form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": 1 + reset}
@@ -361,7 +365,7 @@ def _table(
     settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, {label: y}
     if groups is not None:
         site = site or _free("site", table)
-        table[site] = named[site] = np.asarray(groups)
+        table[site] = named[site] = groups
         settings |= {"partition": "column", "partition.column": site}
     table[label] = y  # the last column, which the name "last" stands for
     classes = [*map(str, np.unique(y))] if task == "classification" else []

@@ -156,7 +156,9 @@ def test_arrays_and_groups(tmp_path, capsys):
     assert (config_of(model).clients, model.n_features_in_) == (3, 2)
     assert model.classes_.tolist() == ["f", "null"]
     assert model.importance(table[["age", "pressure"]].to_numpy(), sex).shape == (2, 2)
-    X = X > X.mean(0)  # numbers of 0 and 1, as in scikit-learn
+    X = (
+        np.random.default_rng(0).random((len(X), 20)) > 0.5
+    )  # numbers of 0 and 1, as in scikit-learn
     model = fit(tmp_path / "bools", X, table["died"])
     assert (model.predict(X) == model.predict(X.astype(int))).all()
 
@@ -314,6 +316,8 @@ WRONG = [
 @pytest.mark.parametrize(("keys", "label", "message"), WRONG)
 def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
     refuses(message, FedClassifier(**keys).fit, patients(), error=ValueError, label=label)
+    twice = pd.concat([patients()[["age"]], patients()[["age", "died"]]], axis=1)
+    refuses("several columns age", FedClassifier().fit, twice, error=ValueError, label="died")
 
 
 @pytest.mark.parametrize("preset", estimators.PRESETS)

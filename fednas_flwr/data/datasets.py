@@ -182,9 +182,9 @@ def _target(records: rd.Records, dataset: Dataset, mean: tuple[float, ...]) -> t
         return ()
     if ends is None and mean:
         raise ConfigError(
-            f"the target {records.label} is a number, and what the features are standardised by is "
-            "declared: declare dataset.target_range=[low, high], too, public ends of what is usual "
-            "(or set dataset.task=classification)."
+            f"the target {records.label} is a number, and clients tell no statistics of it where "
+            "those of the features are declared, as for images: declare dataset.target_range=[low, "
+            "high], too, public ends of what is usual (or set dataset.task=classification)."
         )
     return (0.0, 1.0) if ends is None else (*uniform(ends), *ends)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path, PureWindowsPath
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -300,7 +301,9 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
         ConfigError: Images are missing, or cannot be distinguished by their names.
     """
     column = next(iter(texts))
-    paths = {file.relative_to(path.parent): file for file in decoding.image_files(path.parent)}
+    files = decoding.image_files(path.parent)
+    # signs such as é may be one or two characters
+    paths = {Path(normalize("NFC", str(f.relative_to(path.parent)))): f for f in files}
     cut = {p: p if skip else p.with_suffix("") for p in paths}  # also without suffixes
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)
@@ -308,7 +311,9 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
     # paths may begin with the folder's own name, as in CheXpert
     known |= {f"{path.parent.name}/{p.as_posix()}": file for p, file in paths.items()}
     known |= {p.as_posix(): file for p, file in paths.items()}
-    cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
+    known |= {normalize("NFC", file.as_posix()): file for file in files}
+    written = (normalize("NFC", text) for text in texts[column].tolist())
+    cells = [text and PureWindowsPath(text).as_posix() for text in written]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
     if skip:  # the meaning of a shared name would change with one of its images
         missing = [cell for cell in cells if times[cell] > 1]

@@ -353,7 +353,7 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         sheets = book.book.worksheets
         shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"] or sheets
         sheet = next((one for one in shown if form.strict or one.max_column > 2), shown[0])
-        as_stored = {"dtype": object, "keep_default_na": False, "na_values": [""]}
+        as_stored: dict[str, Any] = {"dtype": object, "keep_default_na": False, "na_values": [""]}
         table = pd.read_excel(book, sheet.title, header=None, **as_stored)
     table = table.dropna(how="all", axis=1)
     if table.empty:

@@ -191,6 +191,16 @@ def test_the_column_that_names_images_is_found_beside_others(head, tmp_path):
     assert shades(train) == [0, 10, 20, 30]
 
 
+def test_paths_may_be_absolute_and_their_signs_composed(tmp_path):
+    for number in range(4):  # as macOS writes é
+        picture(tmp_path / f"e\u0301{number}.png", 10 * number)
+    names = ["\u00e90.png", tmp_path / "\u00e91.png", "e\u03012", tmp_path / "e\u03013.png"]
+    rows = [f"{name},{n % 2}" for n, name in enumerate(names)]
+    (tmp_path / "labels.csv").write_text("\n".join(["image,y", *rows]))
+    train, _ = read_labelled(tmp_path, labels_file="labels.csv", label="y")
+    assert shades(train) == [0, 10, 20, 30]
+
+
 def test_a_changed_table_is_read_again(tmp_path):
     root = by_findings(tmp_path / "data")
     terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root}
