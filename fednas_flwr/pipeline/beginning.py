@@ -84,7 +84,9 @@ def begin(
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort)
     splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
-    cohort.declared = _declared_at_first(cohort, earlier)
+    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
+    if begun:  # nothing is known about clients that were not connected then
+        cohort.declared = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
     records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
@@ -119,17 +121,6 @@ def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepar
         save_partition(folder / PARTITION_FILE, parts)
     cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
     return prepared
-
-
-def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> dict[int, Mapping[str, int]]:
-    """The numbers of records that each client declared when the run began, by split.
-
-    Nothing is known about a client that was not connected then.
-    """
-    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
-    if not begun:
-        return cohort.declared
-    return dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
