@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import decoding, records, table_files, tables
@@ -159,7 +158,7 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
 def decoded_fields(
     settings: ds.EncodedImages,
     source: decoding.Source,
-    labels: Tensor,
+    labels: torch.Tensor,
     notes: Sequence[str],
     columns: Mapping[str, np.ndarray],
     ids: np.ndarray | None = None,
