@@ -74,7 +74,10 @@ def begin(
     """
     limit, folder = config.runtime.time_limit, config.folder
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
-    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
+    agreements = [e for e in earlier if e["event"] in ("approval_awaited", "privacy")]
+    # a run that ended while it waited for approvals keeps its name: it has released nothing
+    waited = agreements and agreements[-1]["event"] == "approval_awaited"
+    name = agreements[-1]["run"] if waited else f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
     for event in earlier:
@@ -337,18 +340,6 @@ def _agreed(
             f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
-
-
-def awaited_run(events: Sequence[Event]) -> str | None:
-    """The name of a run that ended while it waited for approvals; it has released nothing.
-
-    Args:
-        events: Events of a run folder.
-    """
-    agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
-    if not agreements or agreements[-1]["event"] == "privacy":
-        return None
-    return str(agreements[-1]["run"])
 
 
 def _alone(releases: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:
