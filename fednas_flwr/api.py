@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.data.readers import own_arrays, own_reader
-from fednas_flwr.settings import (
-    AlgorithmSettings,
-    CellSpace,
-    Config,
-    GivenNetwork,
-    SearchSpaceSettings,
-    configuration,
-    hydra_config,
-    incompatible,
-)
+from fednas_flwr.settings import Config, configuration, hydra_config, incompatible, run_settings
 from fednas_flwr.settings.names import NO_SKIP
 from fednas_flwr.settings.registry import Algorithm, algorithms, carry, register
 from fednas_flwr.spaces import OpEntry, SpaceEntry
@@ -251,7 +242,7 @@ def register_algorithm(
     Example:
         ``register_algorithm("mine", Algorithm(MySettings, MyStrategy), defaults={"mu": 0.1})``
     """
-    takes_network = issubclass(algorithm.settings, GivenNetwork)
+    takes_network = issubclass(algorithm.settings, run_settings.GivenNetwork)
     neutral = {"weights": None, "image_size": None} if takes_network else {}
     _register("algorithm", name, algorithm, {**neutral, **(defaults or {})})
 
@@ -260,7 +251,7 @@ def register_search_space(
     name: str,
     make: Callable[..., SearchSpace],
     *,
-    settings: type[SearchSpaceSettings] = CellSpace,
+    settings: type[run_settings.SearchSpaceSettings] = run_settings.CellSpace,
     defaults: Mapping[str, Any],
 ) -> None:
     """Let ``search_space=<name>`` choose a space of your own, in this process and its workers.
@@ -420,8 +411,8 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy[Any]]) -> Config
             "search; add search, or leave it out."
         )
     name = _register_strategy(strategy, config.algorithm.name.partition(".")[0])
-    if algorithms()[name].settings is AlgorithmSettings:
-        return replace(config, algorithm=AlgorithmSettings(name))
+    if algorithms()[name].settings is run_settings.AlgorithmSettings:
+        return replace(config, algorithm=run_settings.AlgorithmSettings(name))
     return replace(config, algorithm=replace(config.algorithm, name=name))
 
 
@@ -446,9 +437,9 @@ def _register_strategy(strategy: type[RoundStrategy[Any]], algorithm: str) -> st
             "(its averages and optimisers are settings, aggregate= and server_optimizer=)."
         )
     needed = settings_of(strategy)
-    if needed is AlgorithmSettings:
+    if needed is run_settings.AlgorithmSettings:
         name = f"own.{strategy.__name__}"
-        carry("algorithm", name, Algorithm(AlgorithmSettings, strategy))
+        carry("algorithm", name, Algorithm(run_settings.AlgorithmSettings, strategy))
         return name
     entry = algorithms().get(algorithm)
     if entry is None or entry.search is None or not issubclass(entry.settings, needed):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -65,7 +64,7 @@ class Resting(RoundStrategy):
         return {"rested": float(server_round)}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LateSettings(FedDARTSSettings):
     """Those of federated DARTS, and how long alphas rest."""
 
@@ -83,7 +82,7 @@ class LateDARTS(LateAlphas):
 LATE = {"defaults": ["fed_darts"], "rest": 2}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Small201(NASBench201Space):
     """NAS-Bench-201 at other sizes."""
 
@@ -175,13 +174,13 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path):
         ({"clients": 500}, "clients=500"),
         ({"genotype": "none.json", "stages": ["retrain"]}, "none.json cannot be read"),
     ):
-        refuses(words, run, replace(config, **change))
+        refuses(words, run, dataclasses.replace(config, **change))
     refuses("strategy=len must be a class that derives from", run, config, strategy=len)
     mbconv = ["search_space=mbconv", "retrain=mbconv"]
     for other in (["algorithm=fedavg"], ["algorithm=cfdnas", *mbconv]):
-        given = replace(config, algorithm=compose(*other).algorithm)
+        given = dataclasses.replace(config, algorithm=compose(*other).algorithm)
         refuses("the place of one search; set algorithm=fed_darts", run, given, strategy=LateAlphas)
-    retraining = replace(config, stages=["retrain"], genotype="g.json")
+    retraining = dataclasses.replace(config, stages=["retrain"], genotype="g.json")
     deployed = compose(*tiny, "runtime=deployment", "runtime.superlink=site")
     for given, strategy, words in (
         (retraining, LateAlphas, "stages=.retrain. with strategy=LateAlphas"),
@@ -291,7 +290,7 @@ def test_a_space_of_another_name_than_its_registration_is_refused(tiny, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WidthSettings(SearchSpaceSettings):
     """One number, from which all sizes follow."""
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, listed, show
 from fednas_flwr.base.layers import hooked
@@ -70,7 +69,7 @@ class Pretrained(nn.Module):
         """Return logits, or features, of float images ``[B, C, H, W]`` from 0 to 1."""
         if x.shape[-2:] != (self.image_size, self.image_size):
             size = (self.image_size, self.image_size)
-            x = functional.interpolate(x, size, mode="bilinear", align_corners=False)
+            x = nn.functional.interpolate(x, size, mode="bilinear", align_corners=False)
         x = (x.expand(-1, 3, -1, -1) - self.get_buffer("mean")) / self.get_buffer("std")
         out: Tensor = self.network(x)
         return out.flatten(1)
@@ -217,7 +216,7 @@ class Frozen(Pretrained):
         with hooked(self.stages()[-STAGES:], keep):
             parts.append(super().forward(x).to(dtype))
         centred = (part - part.mean(1, keepdim=True) for part in parts)
-        of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
+        of_one_length = [nn.functional.normalize(part, eps=SHORTEST) for part in centred]
         return torch.cat(of_one_length, 1) * self.get_buffer("length")
 
 

@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.memory import check_fits
@@ -222,11 +221,11 @@ class Scattering(nn.Module):
         """Return float32 ``[B, C K, h, w]`` of images ``[B, C, H, W]`` scaled to 0..1."""
         if self.is_coloured:
             x = torch.einsum("oc,bchw->bohw", self.get_buffer("colours"), x)
-        return functional.group_norm(self.coefficients(x).flatten(1, 2), self.groups)
+        return nn.functional.group_norm(self.coefficients(x).flatten(1, 2), self.groups)
 
     def coefficients(self, x: Tensor) -> Tensor:
         """Return the coefficients themselves, ``[B, C, K, h, w]``, as kymatio orders them."""
-        signal = functional.pad(x, self.padding, mode="reflect")
+        signal = nn.functional.pad(x, self.padding, mode="reflect")
         spectrum = self._fourier(signal, 0)
         zeroth = self._average(signal, 0)[:, :, None]
         first, second = [], []

@@ -16,7 +16,6 @@ from unicodedata import normalize
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import decoding, records, table_files, tables
@@ -160,7 +159,7 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
 def decoded_fields(
     settings: ds.EncodedImages,
     source: decoding.Source,
-    labels: Tensor,
+    labels: torch.Tensor,
     notes: Sequence[str],
     columns: Mapping[str, np.ndarray],
     ids: np.ndarray | None = None,

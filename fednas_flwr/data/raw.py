@@ -23,7 +23,6 @@ from fednas_flwr.data.notation import NEARLY, Cells, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
 from fednas_flwr.data.site_tables import site_files
-from fednas_flwr.data.table_files import DOUBTFUL
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
@@ -256,7 +255,7 @@ def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
         unknown = present[places_among(present, column.categories) < 0]
         if not len(present) and len(cells) >= _FEWEST:
             yield f"column {name} has no value in any of {len(cells)} rows"
-        words = [word for word in DOUBTFUL if word in column.categories]
+        words = [word for word in table_files.DOUBTFUL if word in column.categories]
         if words and cells.missing.any() and not cells.hold(words):
             cure = "which the model knows: let pandas read it by keep_default_na=False"
             yield f"column {name} has missing cells, but no {' or '.join(words)}, {cure}"

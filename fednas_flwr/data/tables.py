@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import notation, records, table_files
@@ -408,7 +407,7 @@ def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> n
 
 def read_labels(
     settings: LabelTable, texts: table_files.Texts, path: Path
-) -> tuple[Tensor, tuple[str, ...]]:
+) -> tuple[torch.Tensor, tuple[str, ...]]:
     """Return a table's labels, and the names of its classes or of the number to predict."""
     if settings.labels:
         marks = label_marks(texts, settings.labels, where=str(path))

@@ -529,10 +529,13 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
     noised = [count for count in counts if count]
     amounts = _amounts(exchange, tests.values(), noised, miss=each)
     drawn = SAMPLES if amounts.canaries else 0
+    # sums of two steps, enough values of each kind; none if replies hide them
+    pairs = min(MOST_REPLIES // 2, max(2, math.ceil(REPEATED / min(map(len, one.values())))))
+    doubled = 0 if exchange.two_steps is None else 2 * pairs
     samples = [
         [exchange.release(0) for _ in range(amounts.replies)],
         [exchange.release(amounts.units) for _ in range(amounts.planted)],
-        _doubled(exchange, least=min(map(len, one.values()))),
+        [exchange.release(0, steps=2) for _ in range(doubled)],
         [exchange.release(amounts.canaries, sampled=True) for _ in range(drawn)],
     ]
     mixed = ["sites that have committed to other norms are in one sum"] * exchange.mixes_terms()
@@ -568,11 +571,3 @@ def _amounts(
         else:
             break
     return replace(amounts, canaries=max((test.sampled for test in tests), default=0))
-
-
-def _doubled(exchange: _Exchange, *, least: int) -> list[dict[str, Tensor]]:
-    """Return sums of two steps, enough for ``least`` values each; none if replies hide them."""
-    if exchange.two_steps is None:
-        return []
-    pairs = min(MOST_REPLIES // 2, max(2, math.ceil(REPEATED / least)))
-    return [exchange.release(0, steps=2) for _ in range(2 * pairs)]

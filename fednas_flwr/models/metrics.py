@@ -106,12 +106,7 @@ def accuracies_of_parts(
 
 
 def evaluate(
-    network: nn.Module,
-    split: Split,
-    device: torch.device,
-    *,
-    objective: Objective = CLASSIFICATION,
-    with_scores: bool = False,
+    network: nn.Module, split: Split, device: torch.device, *, objective: Objective = CLASSIFICATION
 ) -> Metrics:
     """Return the metrics of ``network`` in evaluation mode; its mode is restored.
 
@@ -120,13 +115,11 @@ def evaluate(
         split: The records.
         device: Device of the network.
         objective: See :func:`measured`.
-        with_scores: See :func:`measured`.
 
     Raises:
         ValueError: The split is empty.
     """
-    outputs = predicted(network, split, device)
-    return measured(*outputs, objective=objective, with_scores=with_scores)
+    return measured(*predicted(network, split, device), objective=objective)
 
 
 def measured(
@@ -544,9 +537,8 @@ def detailed(
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
-    half = (
-        0.5 if num_classes == 2 and not objective.multi_label else None
-    )  # of the most probable class
+    # of the most probable class
+    half = 0.5 if num_classes == 2 and not objective.multi_label else None
     results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,

@@ -74,7 +74,10 @@ def begin(
     """
     limit, folder = config.runtime.time_limit, config.folder
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
-    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
+    agreements = [e for e in earlier if e["event"] in ("approval_awaited", "privacy")]
+    # a run that ended while it waited for approvals keeps its name: it has released nothing
+    waited = agreements and agreements[-1]["event"] == "approval_awaited"
+    name = agreements[-1]["run"] if waited else f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
     for event in earlier:
@@ -84,7 +87,9 @@ def begin(
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort)
     splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
-    cohort.declared = _declared_at_first(cohort, earlier)
+    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
+    if begun:  # nothing is known about clients that were not connected then
+        cohort.declared = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
     records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
@@ -119,17 +124,6 @@ def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepar
         save_partition(folder / PARTITION_FILE, parts)
     cohort.connect(grid, needed=needed, known=simulated_properties(config, (prepared, parts)))
     return prepared
-
-
-def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> dict[int, Mapping[str, int]]:
-    """The numbers of records that each client declared when the run began, by split.
-
-    Nothing is known about a client that was not connected then.
-    """
-    begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
-    if not begun:
-        return cohort.declared
-    return dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
@@ -346,18 +340,6 @@ def _agreed(
             f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
-
-
-def awaited_run(events: Sequence[Event]) -> str | None:
-    """The name of a run that ended while it waited for approvals; it has released nothing.
-
-    Args:
-        events: Events of a run folder.
-    """
-    agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
-    if not agreements or agreements[-1]["event"] == "privacy":
-        return None
-    return str(agreements[-1]["run"])
 
 
 def _alone(releases: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:

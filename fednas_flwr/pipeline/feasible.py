@@ -21,7 +21,6 @@ from fednas_flwr.algorithms.stage_strategies import make_sampling, strategy_of
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.base.memory import check_fits
 from fednas_flwr.client import making
-from fednas_flwr.client.making import check_public, make_objective, num_units
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data
@@ -198,7 +197,7 @@ def check_buildable(config: Config) -> Made:
             "would see each client's own; declare them as {column: [mean, std], ...}, or "
             "dataset.ranges={column: [low, high], ...}."
         )
-    if own_loss := make_objective(config, prepared, device).own_loss:
+    if own_loss := making.make_objective(config, prepared, device).own_loss:
         shape, dtype = prepared.train.labels.shape[1:], prepared.train.labels.dtype
         labels = torch.zeros(5, *shape, dtype=dtype, device=device)
         rising = torch.linspace(-30, 30, 2 * prepared.num_classes, device=device).view(2, -1)
@@ -206,8 +205,8 @@ def check_buildable(config: Config) -> Made:
         check_own_loss(str(config.training.loss), own_loss, logits, labels)
     _check_images(config.dataset, prepared)
     if config.dp:
-        check_public(config, prepared)
-        units = [num_units(prepared.train, part) for part in parts]
+        making.check_public(config, prepared)
+        units = [making.num_units(prepared.train, part) for part in parts]
         _check_delta(config.dp, number=config.clients if config.dp.unit == CLIENT else max(units))
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}

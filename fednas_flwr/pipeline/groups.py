@@ -187,13 +187,6 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     )
 
 
-def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
-    """Record in a group's events the guarantee of privacy, which covers the whole run."""
-    if promised := read_run(run.folder).privacy:
-        members = [promise for promise in promised["clients"] if promise["client"] in clients]
-        part.log.emit("privacy", **(_fields(promised) | {"clients": members}))
-
-
 def _fields(event: Event) -> Event:
     return {k: v for k, v in event.items() if k not in ("event", "time", "elapsed")}
 
@@ -223,7 +216,9 @@ def _run_one(
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
-                _repeat_promise(run, part, clients)
+                if promised := read_run(run.folder).privacy:  # it covers the whole run
+                    members = [of for of in promised["clients"] if of["client"] in clients]
+                    log.emit("privacy", **(_fields(promised) | {"clients": members}))
                 with suppress(OutOfTimeError):
                     run_group(part)
         except (ConfigError, QuorumError) as error:

@@ -21,7 +21,6 @@ from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
-from fednas_flwr.models.networks import computes_in_bfloat16, make_device
 from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.pipeline.schedule import given_noise
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -88,8 +87,8 @@ def with_precision(run: Run, config: Config, description: networks.Description) 
         many = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
         address = getattr(config.runtime, "ray_address", None)
         elsewhere = config.runtime.name == "deployment" or address
-        device = make_device(config.runtime.device)
-        has_it = device.type == "cpu" and computes_in_bfloat16(device)
+        device = networks.make_device(config.runtime.device)
+        has_it = device.type == "cpu" and networks.computes_in_bfloat16(device)
         suits = many and not grouped and has_it and not elsewhere and not config.dp
         precision = BFLOAT16 if suits else FLOAT32
         run.log.emit("precision", precision=precision)
@@ -198,7 +197,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
     If the table is of this machine's kind, the result also has the latency measured here, with the
     table's batch size and threads.
     """
-    algorithm, device = config.algorithm, make_device(config.runtime.device)
+    algorithm, device = config.algorithm, networks.make_device(config.runtime.device)
     hardware = getattr(algorithm, "hardware", None) if config.searches else None
     limits = getattr(getattr(algorithm, "pool", algorithm), "limits", None)
     if limits is not None and limits.table is not None:

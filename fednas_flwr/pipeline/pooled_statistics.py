@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.datasets import Prepared
@@ -78,7 +77,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort) -> stats.Statistics:
     return _emitted(stats.pooled(list(bounded.values()), data), cohort)
 
 
-def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float]:
+def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[torch.Tensor, float, float]:
     """Return the total of the clients' noised sums of one release.
 
     Args:

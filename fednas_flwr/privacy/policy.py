@@ -20,7 +20,7 @@ from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.settings import data_settings, names, parser
-from fednas_flwr.settings.optimizers import Count, Positive
+from fednas_flwr.settings.optimizers import Count, Epsilon, InnerShare, NoiseMultiplier, Positive
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
 # Beyond these limits float arithmetic, not privacy, would decide what a release hides.
@@ -88,11 +88,9 @@ class DataSetPolicy(Checked):
         ConfigError: A value is out of range.
     """
 
-    epsilon: Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
-    delta: Annotated[float, Between(0, 1, above=True, below=True)]
-    least_noise_multiplier: Annotated[
-        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
-    ]
+    epsilon: Epsilon
+    delta: InnerShare
+    least_noise_multiplier: NoiseMultiplier
     largest_grad_norm: Annotated[float, Between(0, LARGEST_GRAD_NORM, above=True)]
     largest_steps: Count
     actions: Annotated[

@@ -242,7 +242,7 @@ class Budget(TypedDict):
     """The budget in a policy."""
 
     epsilon: opt.Positive
-    delta: Annotated[float, ps.Between(0, 1, above=True, below=True)]
+    delta: opt.InnerShare
 
 
 def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
@@ -288,9 +288,7 @@ class ClientProperties(Identity, total=False):
     budget: Budget
     secure_noise: bool
     unit: Annotated[str, ps.OneOf(names.UNITS)]
-    least_noise_multiplier: Annotated[
-        float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
-    ]
+    least_noise_multiplier: opt.NoiseMultiplier
     spent: Epsilon | None  # None means infinite
     epsilon: Epsilons
     honest_sites: Annotated[int, ps.Between(2, names.MOST_SITES)]

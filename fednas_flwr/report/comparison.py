@@ -522,8 +522,7 @@ def _html(comparison: Comparison) -> str:
         comparison=comparison,
         zip=zip,
         figures=figures,
-        figures_json=templates.as_json(figures),
-        **templates.page_parts(),
+        **templates.page_parts(figures),
     )
 
 

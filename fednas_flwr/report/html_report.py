@@ -75,8 +75,7 @@ def render_report(run_folder: Path) -> str:
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),
         warnings=warnings.most_common(),
         figures=figures,
-        figures_json=templates.as_json(figures),
-        **templates.page_parts(),
+        **templates.page_parts(figures),
     )
 
 
@@ -91,8 +90,7 @@ class Picture:
     figure: plots.Figure
 
     def _repr_html_(self) -> str:
-        parts = templates.page_parts()
-        page = templates.render("picture.html.j2", figure=templates.as_json(self.figure), **parts)
+        page = templates.render("picture.html.j2", **templates.page_parts({"shown": self.figure}))
         height = self.figure["layout"]["height"] + 20
         frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
         return frame.format(escape(page))

@@ -13,7 +13,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import score_tables, templates
-from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import EVENTS_FILE, SCORES, Run, read_run
 
@@ -92,7 +91,7 @@ def _metadata(run: Run) -> "ModelCardData":
         if score.hub and numbers[f"central_{score.name}"] is not None
     ]
     return ModelCardData(
-        model_name=terminal(sentence("title", run)),
+        model_name=terminal(templates.sentence("title", run)),
         library_name="fednas_flwr",
         pipeline_tag=task,
         tags=["federated-learning", "neural-architecture-search", "onnx"],

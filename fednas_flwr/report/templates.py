@@ -183,22 +183,16 @@ def as_unit(value: float | None, unit: Unit) -> str:
 
 
 TEX = str.maketrans({c: rf"\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "−": "$-$"})
-FORMATS = {  # filters
-    "count": count,
-    "percent": percent,
-    "duration": duration,
-    "num_bytes": num_bytes,
+FORMATS: dict[str, Callable[..., object]] = {  # filters
+    **{f.__name__: f for f in (as_unit, count, duration, figures, largest, num_bytes, percent)},
     "epsilon": epsilon_text,
-    "as_unit": as_unit,
     "literal": lambda value: json.dumps(value, ensure_ascii=False),
     "shell_word": shlex.quote,
     "basename": lambda path: PurePath(str(path)).name,
     "score": score,
-    "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
     "tex": lambda text: text.translate(TEX),
-    "figures": figures,
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }
 
@@ -242,16 +236,13 @@ def read_part(name: str) -> str:
     return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def page_parts() -> dict[str, Markup]:
-    """Return style and scripts of a page."""
-    parts = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
-    return {part: Markup(read_part(name)) for part, name in parts.items()}  # noqa: S704
-
-
-def as_json(value: object) -> Markup:
-    """Return JSON that cannot end the script element around it."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))
+def page_parts(figures: object) -> dict[str, Markup]:
+    """Return style and scripts of a page, and its figures as JSON that cannot end their element."""
+    files = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
+    parts = {part: read_part(name) for part, name in files.items()}
+    text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
+    parts["figures_json"] = text.replace("<", "\\u003c")
+    return {part: Markup(text) for part, text in parts.items()}  # noqa: S704
 
 
 def _markdown(value: object) -> Markup:

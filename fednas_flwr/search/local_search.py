@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import repeat
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.candidate import Candidate
@@ -92,7 +91,7 @@ def train_candidates(
         weights.step(gradients.weights(candidate))
 
 
-def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, Tensor]:
+def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, torch.Tensor]:
     """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
     ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:

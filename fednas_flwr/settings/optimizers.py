@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
+from fednas_flwr.settings import names
 from fednas_flwr.settings.parser import Between, Checked, Conflicts, Length, Names, OneOf, within
 
 RULES = ("first_order", "second_order", "mixed_level")
@@ -42,6 +43,11 @@ ClipNorm = Annotated[float, Between(0, LARGEST_NORM, above=True, reason=_NORM)]
 ListLength = Annotated[int, Between(1, LARGEST_LIST, reason="all are held in memory")]
 ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
+InnerShare = Annotated[float, Between(0, 1, above=True, below=True)]
+Epsilon = Annotated[float, Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
+NoiseMultiplier = Annotated[
+    float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
 Rule = Annotated[str, OneOf(RULES)]
 
@@ -201,13 +207,8 @@ class ConfigurationChoice(Checked):
     def __post_init__(self) -> None:
         """Check the ranges, which may be empty if nothing is drawn."""
         super().__post_init__()
-        if self.ranges or self.needs_ranges:
+        if self.ranges or not self.configurations:
             check_ranges(self.ranges)
-
-    @property
-    def needs_ranges(self) -> bool:
-        """True if configurations are drawn."""
-        return not self.configurations
 
 
 @dataclass(frozen=True)

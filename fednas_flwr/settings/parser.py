@@ -12,6 +12,7 @@ A dataclass derived from :class:`Checked` refuses all others, however it is made
 import math
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,25 +20,10 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from fednas_flwr.base.errors import (
-    ConfigError,
-    MissingSettingError,
-    check_choice,
-    show,
-    unknown_choice,
-)
+from fednas_flwr.base import errors
+from fednas_flwr.base.errors import ConfigError, show
 
 EPOCH = date(1970, 1, 1).toordinal()
 MISSING = "???"  # Hydra's value for what the user must give
@@ -105,7 +91,7 @@ class OneOf:
 
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for another name, with the nearest of these names."""
-        check_choice(key, value, self.names)
+        errors.check_choice(key, value, self.names)
 
 
 @dataclass(frozen=True)
@@ -294,13 +280,13 @@ def parse(
     for name in values:
         if name not in types:
             known = [f"{prefix}{known}" for known in types]
-            raise unknown_choice("setting", f"{prefix}{show(name)}", known)
-    optional = _defaults(kind) if defaults or is_typeddict(kind) else ()
+            raise errors.unknown_choice("setting", f"{prefix}{show(name)}", known)
+    optional = _defaults(kind) if defaults or typing.is_typeddict(kind) else ()
     missing = [name for name in types if name not in values and name not in optional]
     if missing:
-        raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
+        raise errors.MissingSettingError(*(f"{prefix}{name}" for name in missing))
     parsed = {n: _convert(f"{prefix}{n}", types[n], v, defaults) for n, v in values.items()}
-    if is_typeddict(kind):
+    if typing.is_typeddict(kind):
         for name, hint in field_types(kind, extras=True).items():
             if name in parsed:
                 _check(f"{prefix}{name}", hint, parsed[name])
@@ -328,7 +314,7 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
     types = field_types(kind)
     for name in values:
         if name not in types:
-            raise unknown_choice(f"{key}: setting", name, list(types))
+            raise errors.unknown_choice(f"{key}: setting", name, list(types))
     parsed = {n: _convert(f"{key}.{n}", types[n], v, True) for n, v in values.items()}
     return replace(settings, **parsed)
 
@@ -337,7 +323,7 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
 def field_types(kind: type, extras: bool = False) -> dict[str, Any]:
     """Return the types of a dataclass's fields; with ``extras`` also their constraints."""
     try:
-        return get_type_hints(kind, include_extras=extras)
+        return typing.get_type_hints(kind, include_extras=extras)
     except NameError:  # for a script's class in a worker, which lacks that module
         return field_types(kind.__mro__[1], extras)
 
@@ -354,7 +340,7 @@ def known_names(kind: type, prefix: str = "") -> Iterator[str]:
 @cache
 def _defaults(kind: type) -> frozenset[str]:
     """Return the fields that may be left out."""
-    if is_typeddict(kind):
+    if typing.is_typeddict(kind):
         return frozenset(getattr(kind, "__optional_keys__", ()))
     return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
 
@@ -375,10 +361,10 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
             except ValueError:
                 day = "expected a number, or a date such as 2024-12-31"
                 raise ConfigError(f"{key}={show(value)} has the wrong type: {day}.") from None
-    if is_dataclass(hint) or is_typeddict(hint):
+    if is_dataclass(hint) or typing.is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:  # a text; a constraint has the allowed names
+    if origin is typing.Literal:  # a text; a constraint has the allowed names
         hint, origin = str, None
     if origin in (Union, UnionType):
         if value is None:
@@ -445,5 +431,5 @@ def choose_kind(
     settings = tree.get(group)
     name = settings.get("name") if isinstance(settings, Mapping) else settings
     if not isinstance(name, str) or name not in kinds:
-        raise unknown_choice(group, name, kinds, hint)
+        raise errors.unknown_choice(group, name, kinds, hint)
     return kinds[name]

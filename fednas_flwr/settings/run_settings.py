@@ -26,17 +26,11 @@ Norm = Annotated[str, ps.OneOf(names.NORMS)]
 SupernetNorm = Annotated[str, ps.OneOf((names.BATCH, names.GROUP))]
 Width = Annotated[int, ps.Between(1, 10**6)]
 Cells = Annotated[int, ps.Between(1, 1000, reason="no deeper network has been trained")]
-Epsilon = Annotated[float, ps.Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
-NoiseMultiplier = Annotated[
-    float, ps.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
-]
 GradNorm = Annotated[
     float,
     ps.Between(0, opt.LARGEST_NORM, above=True, reason="the noise grows with it, and hides less"),
 ]
-Part = Annotated[float, ps.Between(0, 1, above=True, below=True)]
 Walk = Annotated[float, ps.Between(0, 1e3, above=True)]
-Rate = Annotated[float, ps.Between(0, 1, above=True)]
 
 
 @dataclass(frozen=True)
@@ -260,8 +254,8 @@ class Noise(ps.Checked):
             follows; null calibrates by the run's epsilon.
     """
 
-    noise_multiplier: NoiseMultiplier | None
-    epsilon: Epsilon | None
+    noise_multiplier: opt.NoiseMultiplier | None
+    epsilon: opt.Epsilon | None
 
     def conflicts(self) -> ps.Conflicts:
         """Exclude noise that is given in two ways."""
@@ -297,7 +291,7 @@ class PrivateRetrain(ClippedNoise):
     """
 
     local_steps: opt.Steps
-    rate: Rate | None
+    rate: opt.ShareAbove0 | None
     noise_walk: Walk | None
 
 
@@ -358,19 +352,19 @@ class DifferentialPrivacy(ps.Checked):
     name: str
     data_set: ps.Text
     unit: Annotated[str, ps.OneOf((names.RECORD, names.CLIENT))]
-    epsilon: Epsilon
-    delta: Part
-    search_share: Part
-    rewards_share: Part
+    epsilon: opt.Epsilon
+    delta: opt.InnerShare
+    search_share: opt.InnerShare
+    rewards_share: opt.InnerShare
     weights: ClippedNoise
     alphas: ClippedNoise
     rewards: Noise
     retrain: PrivateRetrain
     local_steps: opt.Steps
-    rate: Rate | None
-    metrics_noise_multiplier: NoiseMultiplier | None
+    rate: opt.ShareAbove0 | None
+    metrics_noise_multiplier: opt.NoiseMultiplier | None
     scores_error: Annotated[float, ps.Between(0.001, 0.1)] | None
-    statistics_noise_multiplier: NoiseMultiplier | None
+    statistics_noise_multiplier: opt.NoiseMultiplier | None
     statistics_share: opt.Share
     fewest_records: Annotated[float, ps.Between(0, 1)]
     micro_batch_size: Annotated[int, ps.Between(1, names.LARGEST_MICRO_BATCH)]

@@ -30,7 +30,6 @@ from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.mbconv import Layer, MBConvSpace, make_layer
 from fednas_flwr.spaces.space import SearchSpace
 
-UNITS = ("ms", "multiply_adds")
 LOSSES = ("multiplicative", "additive")
 NETWORK_PASSES = 21
 
@@ -40,7 +39,7 @@ class Costs:
     """Cost of every op of a supernet.
 
     Attributes:
-        unit: One of ``UNITS``.
+        unit: ``ms`` or ``multiply_adds``.
         fixed: Cost of the layers that all networks share.
         per_op: Cost of every op of every block; None if a block does not offer it.
     """

@@ -75,12 +75,17 @@ def test_evaluate_leaves_the_network_as_it_was(network, training):
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
+def scored(network, split):
+    outputs = metrics.predicted(network, split, CPU)
+    return metrics.measured(*outputs, objective=metrics.CLASSIFICATION, with_scores=True)
+
+
 def test_evaluate_does_not_depend_on_batches_or_order(network, monkeypatch):
     rows = list(range(50))
-    whole = metrics.evaluate(network.train(), make_split(rows), CPU, with_scores=True)
+    whole = scored(network.train(), make_split(rows))
     monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
     for order in (rows, rows[::-1]):
-        parts = metrics.evaluate(network, make_split(order), CPU, with_scores=True)
+        parts = scored(network, make_split(order))
         assert (parts.accuracy, parts.f1) == (whole.accuracy, whole.f1)
         assert parts.auroc == pytest.approx(whole.auroc)
         assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -106,7 +111,7 @@ def test_scores_are_those_of_the_networks_logits(network, classes):
     x, y = split.batch(torch.arange(len(rows)), CPU)
     with torch.no_grad():
         expected = expected_scores(network.eval()(x), y.tolist())
-    found = metrics.evaluate(network, split, CPU, with_scores=True)
+    found = scored(network, split)
     assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
     assert (asdict(found)["auroc"] is None) == (len(classes) == 1)
     plain = metrics.evaluate(network, split, CPU)

@@ -6,7 +6,6 @@ import pytest
 
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.report import plots
-from fednas_flwr.report.plots import edge_labels
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
 
@@ -70,7 +69,7 @@ EDGES = [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), 
 
 @pytest.mark.parametrize(("edges", "first", "last"), EDGES)
 def test_edges_are_named_by_target_then_source(edges, first, last):
-    labels = edge_labels(edges)
+    labels = plots.edge_labels(edges)
     assert (len(labels), labels[0], labels[-1]) == (edges, first, last)
 
 

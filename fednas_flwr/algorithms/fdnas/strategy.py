@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.algorithms.base import Metrics, PrivateRound, Replies, RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
@@ -42,7 +41,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         """Average as :meth:`RoundStrategy.average` does; keep each client's update if asked to."""
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
-    def updates(self) -> dict[int, Tensor]:
+    def updates(self) -> dict[int, torch.Tensor]:
         """The sum of each client's updates of the alphas over the rounds, float64 [A].
 
         With privacy they are sums of what the client has released, and cost nothing more.
@@ -76,5 +75,5 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             config.algorithm.check_groups(config)
 
 
-def _flat(alphas: Packed) -> Tensor:
+def _flat(alphas: Packed) -> torch.Tensor:
     return torch.cat(list(alphas.values())).double()

@@ -25,8 +25,7 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
 
     def set_up(self) -> None:
         """Create the distribution over configurations."""
-        settings = self.settings
-        self.configurations = make_configurations(settings, self.config.seed)
+        self.configurations = make_configurations(self.settings, self.config.seed)
         self.theta = Theta.of(len(self.configurations))
         self.values = {"theta": self.theta.to_json()}
 

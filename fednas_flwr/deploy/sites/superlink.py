@@ -55,8 +55,7 @@ class Guard:
             await self.app(scope, receive, send_and_log)
         else:
             log(WARNING, "refused %s: %s is for the server's own machine.", peer, path)
-            refusal = PlainTextResponse(REFUSAL, 403)
-            await refusal(scope, receive, send)
+            await PlainTextResponse(REFUSAL, 403)(scope, receive, send)
 
 
 def paths_for_all(app: Starlette) -> tuple[str, ...]:

@@ -15,10 +15,9 @@ from operator import add
 
 from fednas_flwr.base.errors import BudgetExceededError
 from fednas_flwr.privacy.mechanism import renyi
-from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON
 
-Reading = tuple[Release, Collection[str]]  # a release and the splits that it reads
+Reading = tuple[renyi.Release, Collection[str]]  # a release and the splits that it reads
 
 
 def default_orders(*, epsilon: float, delta: float) -> tuple[float, ...]:
@@ -73,8 +72,8 @@ class RenyiFilter:
 
     Example:
         >>> site = RenyiFilter(epsilon=2.0, delta=1e-5)
-        >>> site.spend(Release(noise_multiplier=2.0, sample_rate=0.01, steps=1000))
-        >>> site.affords(Release(noise_multiplier=0.5, sample_rate=1.0, steps=1))
+        >>> site.spend(renyi.Release(noise_multiplier=2.0, sample_rate=0.01, steps=1000))
+        >>> site.affords(renyi.Release(noise_multiplier=0.5, sample_rate=1.0, steps=1))
         False
         >>> again = RenyiFilter(epsilon=2.0, delta=1e-5, orders=site.orders, totals=site.totals)
         >>> again.spent() == site.spent()
@@ -101,11 +100,11 @@ class RenyiFilter:
         ]
         self.budgets = tuple(self.epsilon - offset for offset in self._offsets)
 
-    def affords(self, *releases: Release) -> bool:
+    def affords(self, *releases: renyi.Release) -> bool:
         """True if all of ``releases`` fit into the remaining budget; nothing is spent."""
         return self._fits(self._after(*releases))
 
-    def spend(self, release: Release) -> None:
+    def spend(self, release: renyi.Release) -> None:
         """Add ``release`` to every total; call it before the noise is drawn.
 
         Raises:
@@ -129,7 +128,7 @@ class RenyiFilter:
         """
         return self._epsilon(self.totals) if any(self.totals) else 0.0
 
-    def _after(self, *releases: Release) -> tuple[float, ...]:
+    def _after(self, *releases: renyi.Release) -> tuple[float, ...]:
         """Return the totals as they would be after ``releases``."""
         totals = self.totals
         for release in releases:
@@ -185,7 +184,7 @@ def _ends_before(
     )
 
 
-def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
+def filter_epsilon(releases: Sequence[renyi.Release], delta: float) -> float:
     """Return the least budget, to .1 %, whose :class:`RenyiFilter` affords all of ``releases``.
 
     This is an accountant for planning: under enforcement, noise calibrated with it lasts to the

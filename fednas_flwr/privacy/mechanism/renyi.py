@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated
 
 import numpy as np
 
 from fednas_flwr.settings import names, parser
+from fednas_flwr.settings.optimizers import Count, NoiseMultiplier, ShareAbove0
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
@@ -41,11 +41,9 @@ class Release(parser.Checked):
         100
     """
 
-    noise_multiplier: Annotated[
-        float, parser.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
-    ]
-    sample_rate: Annotated[float, parser.Between(0, 1, above=True)]
-    steps: Annotated[int, parser.Between(1)]
+    noise_multiplier: NoiseMultiplier
+    sample_rate: ShareAbove0
+    steps: Count
 
 
 def poisson_rate(batch_size: float | None, num_records: int) -> float:

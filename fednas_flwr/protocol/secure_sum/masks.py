@@ -160,10 +160,7 @@ def add_mask(seed: bytes, vectors: Sequence[np.ndarray], *, sign: int) -> None:
             part = words[start : start + step]
             stream.update_into(memoryview(zeros)[: part.nbytes], block)
             mask = np.frombuffer(block, dtype=words.dtype, count=len(part))
-            if sign > 0:
-                part += mask
-            else:
-                part -= mask
+            (np.add if sign > 0 else np.subtract)(part, mask, out=part)
 
 
 def seal(key: bytes, message: bytes) -> bytes:

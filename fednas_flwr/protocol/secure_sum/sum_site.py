@@ -180,9 +180,7 @@ class SumSite:
             if row["opened"]:
                 raise ConfigError("refused: this sum was opened before.")
             parts = {self.index: bytes(row["part"])}
-            for i in listed:
-                if i != self.index:
-                    parts[i] = self._unsealed(context, i, boxes)
+            parts |= {i: self._unsealed(context, i, boxes) for i in listed if i != self.index}
             books.execute("UPDATE answers SET opened = 1 WHERE context = ?", (context.hex(),))
         dropped = [i for i in json.loads(row["participants"]) if i not in listed]
         return Opening(parts, {i: self.pair_seed(context, i) for i in dropped})
