@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models import networks
 from fednas_flwr.pipeline import later_settings
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import decode_request
@@ -32,7 +33,7 @@ def trained(run_inline, monkeypatch):
     """``trained(precision)``: a run's files, on a processor that has bfloat16 or not."""
 
     def run(precision, *more, has_it=True, least=1):
-        monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: has_it)
+        monkeypatch.setattr(networks, "computes_in_bfloat16", lambda device: has_it)
         monkeypatch.setattr(later_settings, "LEAST_MULTIPLY_ADDS", least)
         return run_inline(*LINEAR, f"training.precision={precision}", *more)
 
@@ -68,7 +69,7 @@ def test_what_a_client_trains_for_itself_is_as_the_last_round(alike, as_well, ot
 def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch):
     run = trained("auto")
     assert read_run(run.folder).last("precision")["precision"] == "bfloat16"
-    monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: False)
+    monkeypatch.setattr(networks, "computes_in_bfloat16", lambda device: False)
     gone = SimpleNamespace(folder=run.folder)
     assert later_settings.with_precision(gone, run.config, {}).training.precision == "bfloat16"
 
@@ -84,7 +85,7 @@ def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypat
 
     assert chosen("plain_cnn") == "bfloat16"
     assert chosen("mobilenet_v2") == "float32"
-    monkeypatch.setattr(later_settings, "make_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(networks, "make_device", lambda name: torch.device("cuda"))
     assert chosen("plain_cnn") == "float32"
 
 
