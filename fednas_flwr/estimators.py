@@ -420,10 +420,10 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
     found: dict[str, Any] = {}
     others = {*others, data.id_column, *data.ignore, *data.rename, *data.map, *data.scale}
     for name, kind in table.dtypes.items():
+        name = " ".join(str(name).split())
         if isinstance(kind, pd.CategoricalDtype) and name not in others:
             cells = texts_of(pd.DataFrame({"x": kind.categories}))["x"]
-            codes = cells.without({*data.missing_in.get(str(name), data.missing_values)}).different
-            name = " ".join(str(name).split())
+            codes = cells.without({*data.missing_in.get(name, data.missing_values)}).different
             found |= {name: list(codes)} if codes and are_numbers(codes).all() else {}
     return found | dict(data.categories)
 

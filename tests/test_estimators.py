@@ -156,9 +156,7 @@ def test_arrays_and_groups(tmp_path, capsys):
     assert (config_of(model).clients, model.n_features_in_) == (3, 2)
     assert model.classes_.tolist() == ["f", "null"]
     assert model.importance(table[["age", "pressure"]].to_numpy(), sex).shape == (2, 2)
-    X = (
-        np.random.default_rng(0).random((len(X), 20)) > 0.5
-    )  # numbers of 0 and 1, as in scikit-learn
+    X = np.random.default_rng(0).random((len(X), 20)) > 0.5
     model = fit(tmp_path / "bools", X, table["died"])
     assert (model.predict(X) == model.predict(X.astype(int))).all()
 

@@ -303,6 +303,8 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
     files = decoding.image_files(path.parent)
     # signs such as é may be one or two characters
     paths = {Path(normalize("NFC", str(f.relative_to(path.parent)))): f for f in files}
+    if len(paths) < len(files):  # which differ in this alone
+        paths = {f.relative_to(path.parent): f for f in files}
     cut = {p: p if skip else p.with_suffix("") for p in paths}  # also without suffixes
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)

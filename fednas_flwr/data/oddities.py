@@ -130,10 +130,10 @@ def off_scale(
     for column, (name, usual, spread) in enumerate(zip(names, mean, std, strict=False)):
         values, rounding = features[:, column], 1e-3 * abs(usual)  # of means
         middle = float(values.nanmedian())
-        if abs(usual - middle) > 0 and (values == middle).float().mean() > 0.5:
-            # p others, v off: the mean is off by p * v, and the variance is about p * v^2
-            spread = max(spread, spread**2 / abs(usual - middle))
-        far = values[(abs(values - usual) > _FAR_OFF * spread + rounding) & (abs(values) > 1)]
+        others = float((~values.isnan() & (values != middle)).double().mean())
+        # a share p of others that are v off has a variance of about p * v^2
+        reach = _FAR_OFF * spread / (math.sqrt(others) if 0 < others < 0.5 else 1)
+        far = values[(abs(values - usual) > reach + rounding) & (abs(values) > 1)]
         if name and abs(middle - usual) > 2 * spread + rounding:
             found.append(f"{name} ({middle:.3g}, and not {usual:.3g})")
         elif name and len(far) >= max(_FEWEST_FAR, len(values) / 100):

@@ -543,8 +543,9 @@ def _named(columns: Sequence[Cells], form: TableForm) -> tuple[Texts, list[str]]
     """
     notes, first = [], [cells.text(0).strip() for cells in columns]
     free = not (form.strict or form.column_names or form.header)
-    while free and len(columns) > 2 and sum(map(bool, first)) == 1 and len(columns[0]) > 2:
-        notes.append(f"the line {''.join(first)[:60]} before the header is left out")
+    while free and len(columns) > 2 and sum(map(bool, first)) < 2 and len(columns[0]) > 2:
+        if title := "".join(first)[:60]:
+            notes.append(f"the line {title} before the header is left out")
         columns = [cells[1:] for cells in columns]
         first = [cells.text(0).strip() for cells in columns]
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})

@@ -16,7 +16,7 @@ Tensor suffixes: N records, B bins.
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.nn import functional
 BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; the last bins have all that lies beyond
 SEEN = 4.0  # standard deviations of noise above which a count is more than noise
 SEEN_CLASS = 3.0  # the same for the sum of a class
+LEAST_SLOPE = 1e-3  # of a line, for scores that tell nothing
 BEYOND = 2  # bins at either end that count beside those in which records are seen
 WIDTHS = (1, 2, 4, 8)  # bins that are one together, if narrower ones are hardly more than noise
 LARGEST_ERROR = 0.03  # with a larger error, no AUROC is reported
@@ -55,7 +56,8 @@ class NoisedScores:
     @property
     def threshold(self) -> float:
         """Probability of the edge, in (0, 1), for a network of corrected log odds."""
-        return torch.tensor(self.slope * self.edge + self.offset).double().sigmoid().item()
+        odds = torch.tensor(self.slope * self.edge + self.offset).double()
+        return odds.clamp(-LARGEST, LARGEST).sigmoid().item()
 
 
 def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
@@ -78,9 +80,12 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
         counts: Sum over all clients [2 B], in the order of :func:`one_hot`.
         noise: Standard deviation of the noise in each count, 0 or more.
     """
-    sums = (counts.double().view(2, -1, width).sum(2) for width in WIDTHS)
+    counts_2B = counts.double().view(2, BINS)
+    sums = (counts_2B.view(2, -1, width).sum(2) for width in WIDTHS)
     scores = (_scores(of, noise * math.sqrt(BINS / of.shape[1])) for of in sums)
-    return next((one for one in scores if one is not None), None)
+    found = next((one for one in scores if one is not None), None)
+    negatives, positives = counts_2B.sum(1).clamp(min=0).tolist()  # of all bins, so not biased
+    return found and replace(found, prevalence=positives / (negatives + positives))
 
 
 def _scores(counts_2B: Tensor, noise: float) -> NoisedScores | None:
@@ -120,7 +125,7 @@ def _log_odds(places: Tensor) -> Tensor:
 
 
 def _line(odds_B: Tensor, negative_B: Tensor, positive_B: Tensor) -> tuple[float, float]:
-    """Return the slope and the offset of Platt's line, 1 and 0 if the slope is not above 0.
+    """Return the slope and the offset of Platt's line; those of useless scores give shares.
 
     As in Platt (1999), of N records of a class (N + 1) / (N + 2) count for it and the rest for the
     other, so that classes that are told apart wholly have a finite slope.
@@ -136,10 +141,12 @@ def _line(odds_B: Tensor, negative_B: Tensor, positive_B: Tensor) -> tuple[float
     moved_2B = counts_2B / (counts_2B.sum(1, keepdim=True) + 2)
     counts_2B = counts_2B - moved_2B + moved_2B.flip(0)
     labels = torch.tensor([0, 1]).repeat_interleave(len(odds_B))
-    line = LogisticRegression(C=1e6, max_iter=1000)
+    line = LogisticRegression(C=1e6, solver="newton-cholesky")
     line.fit(odds_B.repeat(2)[:, None], labels, sample_weight=counts_2B.flatten())
     slope, offset = float(line.coef_[0, 0]), float(line.intercept_[0])
-    return (slope, offset) if slope > 0 else (1.0, 0.0)
+    if slope < LEAST_SLOPE:
+        return LEAST_SLOPE, math.log(counts_2B[1].sum() / counts_2B[0].sum())
+    return slope, offset
 
 
 @torch.no_grad()
@@ -159,11 +166,11 @@ def corrected(network: nn.Module, line: NoisedScores, *, positive: int, x: Tenso
     shift_2 = line.offset * functional.one_hot(torch.tensor(positive), 2)
     expected = line.slope * made(x) + shift_2
     last = [m for m in made.modules() if isinstance(m, nn.Linear) and m.out_features == 2]
-    for parameter in [p for layer in last for p in layer.parameters()]:
+    for parameter in {id(p): p for layer in last for p in layer.parameters()}.values():
         parameter.mul_(line.slope)
     for layer in [layer for layer in last if layer.bias is not None][:1]:
         layer.bias.add_(shift_2)
-    is_equal = torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3)
+    is_equal = torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3 * line.slope)
     return made if is_equal else network
 
 

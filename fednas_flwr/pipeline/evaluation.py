@@ -101,12 +101,14 @@ def _corrected(
     released, positive = _released_scores(run, trained), objective.positive_class(2)
     if released is None or positive is None:
         return trained, released
-    x = torch.rand(8, *run.prepared.input_shape)
+    generator = torch.Generator().manual_seed(run.config.seed)
+    x = 6 * torch.rand(8, *run.prepared.input_shape, generator=generator) - 3
     network = corrected(trained.network, released, positive=positive, x=x)
     if network is trained.network:
+        message = "probabilities are as sure as noise made them: its logits are of no last layer"
+        run.log.emit("warning", message=message)
         return trained, replace(released, slope=1.0, offset=0.0)
-    tensors = network_states(network)
-    states = {name: pack(tensors[name]) for name in trained.states}
+    states = {n: pack(of) for n, of in network_states(network).items() if n in trained.states}
     return trained._replace(network=network, states=states), released
 
 

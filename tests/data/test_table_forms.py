@@ -132,3 +132,13 @@ def test_cells_and_rows_of_a_sheet_are_those_of_a_csv_file(tmp_path):
     sheet, file = (read_texts(path, TableForm(), keep_empty=True)[0] for path in paths)
     for name, cells in sheet.items():  # but for empty rows at the end
         assert cells.texts.to_pylist() == file[name][:3].texts.to_pylist()
+
+
+def test_a_title_with_an_empty_row_below_it_is_left_out(tmp_path):
+    rows = pd.DataFrame([["Ward"], [None], ["x", "of", "y"], [1, 2, 3]])
+    rows.to_excel(tmp_path / "t.xlsx", index=False, header=False)
+    rows.to_csv(tmp_path / "t.csv", index=False, header=False)
+    for name in ("t.xlsx", "t.csv"):
+        texts, _, notes = read_texts(tmp_path / name, TableForm())
+        assert ([*texts], len(texts["x"])) == (["x", "of", "y"], 1)
+        assert notes == ["the line Ward before the header is left out"]
