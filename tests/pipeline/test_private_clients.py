@@ -201,7 +201,7 @@ FEATHERS += ["algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "
 
 
 @pytest.fixture(scope="module")
-def run_booked(run_inline):
+def run_booked(run_inline, one_cell):
     """``run_booked(*overrides)``: a whole run inline, and all clients' entries."""
 
     def ran(*overrides):
@@ -293,7 +293,7 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
 
 
 FDNAS = ["algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp"]
-FDNAS += ["clients=2", "search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"]
+FDNAS += ["clients=2", "search_space.norm=group", "search_space.width=0.1", "retrain.norm=group"]
 FDNAS += ["algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"]
 FDNAS += ["privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"]
 FDNAS += ["rounds=3", "retrain.rounds=2", "privacy.epsilon=30"]
@@ -301,7 +301,7 @@ FDNAS += [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alpha
 
 
 DPNAS = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"]
-DPNAS += ["search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
+DPNAS += ["search_space.widths=[4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
 DPNAS += ["algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"]
 DPNAS += ["algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"]
 DPNAS += ["retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"]
@@ -311,6 +311,7 @@ DPNAS += ["stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.nois
 HALVING = ["algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"]
 HALVING += ["privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"]
 HALVING += ["privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"]
+HALVING += [f"search_space.{size}" for size in SIZES]
 BOOKED_RETRAINING = ("retrain", "train.weights:weights", ("train", "validation"))
 SEARCH_WEIGHTS = ("search", "train.search:weights", ("train",))
 SEARCH_ALPHAS = ("search", "train.search:alphas", ("validation",))
