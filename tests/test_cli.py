@@ -371,11 +371,11 @@ def test_calibrate_prints_noise_that_keeps_the_target(prints):
 
 
 NUMBERS = "--epsilon 1 --delta 1e-5 --rate .1 --steps 5"
-UNCALIBRATED = f"""
+UNCALIBRATED = """
 --delta 1 | delta
 --rate 0 | sample_rate=0.0 is out of range: expected above 0, at most 1
 --steps 0 | --steps=
---steps {"9" * 400} | --steps=
+--steps 1000000001 | --steps=
 --epsilon nan | is out of range: expected 0.001 to 1000000
 --epsilon 1.1e6 | is out of range: expected 0.001 to 1000000
 """

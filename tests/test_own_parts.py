@@ -260,7 +260,7 @@ def test_all_are_used_and_resumed(tmp_path):
     assert plain.scores["central"]["loss"] != whole.scores["central"]["loss"]
 
 
-USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=1", "retrain.rounds=1")
+USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=1")
 OWN_FILE = f"""
 from torch import nn
 from torch.nn import functional

@@ -201,7 +201,7 @@ FEATHERS += ["algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "
 
 
 @pytest.fixture(scope="module")
-def run_booked(run_inline, one_cell):
+def run_booked(run_inline):
     """``run_booked(*overrides)``: a whole run inline, and all clients' entries."""
 
     def ran(*overrides):
@@ -301,7 +301,7 @@ FDNAS += [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alpha
 
 
 DPNAS = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"]
-DPNAS += ["search_space.widths=[4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
+DPNAS += ["search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
 DPNAS += ["algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"]
 DPNAS += ["algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"]
 DPNAS += ["retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"]
