@@ -16,6 +16,11 @@ def seldom(*row):
     return pytest.param(*row, marks=pytest.mark.run)
 
 
+def by_hand(*row):
+    """Return a row that CI leaves out, too: it runs no code that other rows do not run."""
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def firsts(names):
     """Return ``folder/name``s, of which the quick tier has the first of each folder alone."""
     of_folders = {name.partition("/")[0]: name for name in reversed(names)}.values()

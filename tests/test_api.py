@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_type_hints
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import AlgorithmSettings, GivenNetwork, SearchSpaceSettings, dump_config
+from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
@@ -401,71 +403,32 @@ def test_importing_composing_and_mistakes_need_no_torch():
 
 
 SCRIPT = """
-from __future__ import annotations  # the workers must know what the texts of types mean
+from __future__ import annotations  # other processes must know what the texts of types mean
 
-import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
-import numpy as np
-
-from fednas_flwr import (
-    Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
-)
-from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr import Algorithm, register_algorithm
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.settings.optimizers import SGD
+from fednas_flwr.settings.registry import packed
 
 
 @dataclass(frozen=True)
-class OwnSettings(AlgorithmSettings):
-    rule: str
-    local_epochs: int
-    batch_size: int
-    proximal: float
-    weights: SGD
-    alphas: Adam
-    beta_decay: float
+class OwnSettings(FedDARTSSettings):
+    more: SGD | None
 
 
-@dataclass(frozen=True)
-class OwnSizes(SearchSpaceSettings):
-    channels: int
-    depth: int | None
-
-
-class OwnSpace(NASBench201Space):
-    name: ClassVar[str] = "own_space"
-
-
-def make_space(*, depth, **settings):
-    return OwnSpace(num_cells=1, **settings)
-
-
-if __name__ == "__main__":
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, 60)
-    images = (rng.integers(0, 120, (60, 1, 8, 8)) + 100 * labels[:, None, None, None])
-    register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
-    sizes = {"channels": 4, "norm": "batch", "depth": None}
-    register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
-    like_darts = {"defaults": ["fed_darts"]}
-    register_algorithm("own", Algorithm(OwnSettings, FedDARTS), defaults=like_darts)
-    own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
-    result = run(compose(*own, *sys.argv[1:]))
-    print(result.genotype.space)
+defaults = {"defaults": ["fed_darts"], "more": None}
+register_algorithm("own", Algorithm(OwnSettings, FedDARTS), defaults=defaults)
+print(packed(len).hex())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-def test_rays_workers_know_what_is_registered(tiny, tmp_path):
+@pytest.mark.run
+def test_other_processes_know_the_settings_of_a_script(tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
-    kept = others(tiny[:-1], "dataset=", "dataset.root", "search_space.", "retrain.channels")
-    kept += ["retrain.channels=null", "retrain.num_cells=null"]
-    for runtime in ("inline", "ray"):
-        command = [*kept, f"runtime={runtime}", f"run_dir={tmp_path / runtime}"]
-        assert processes.told("own.py", *command, cwd=tmp_path) == "own_space\n"
-    inline, ray = (tmp_path / name / "model.safetensors" for name in ("inline", "ray"))
-    assert inline.read_bytes() == ray.read_bytes()
+    sent = bytes.fromhex(processes.told("own.py", cwd=tmp_path))
+    assert pickle.loads(sent)("abc") == 3
+    own = TABLES["algorithm"].pop("own")  # as in a process that has not run the script
+    assert get_type_hints(own.settings)["more"] == SGD | None

@@ -63,10 +63,9 @@ def test_files_build_on_embedded_data(overrides):
 
 FOLDER = conf_folder() / "experiment"
 PATHS = sorted(path.relative_to(FOLDER) for path in FOLDER.rglob("[!_]*.yaml"))
-EXPERIMENTS = [path.with_suffix("").as_posix() for path in PATHS]
 
 
-@pytest.mark.parametrize("experiment", firsts(EXPERIMENTS))
+@pytest.mark.parametrize("experiment", firsts([path.with_suffix("").as_posix() for path in PATHS]))
 def test_experiments_build_with_another_data_set(experiment, made_data):
     """The settings of an experiment, on made images or a made table instead of real ones."""
     config = parse_config(compose_tree([f"experiment={experiment}"]))

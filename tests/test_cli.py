@@ -30,7 +30,6 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_settings
-from fednas_flwr.settings.registry import algorithms
 
 from .processes import told
 from .refusals import lacking, refuses
@@ -87,7 +86,6 @@ algorithm.name=fnas | algorithm.name=fnas | write algorithm=<name>
 stages=search | stages=search | a list such as [text, ...]
 runtime.device=cuda:1 | runtime.device=cuda:1 is out of range: expected cuda,
     | CUDA_VISIBLE_DEVICES.
-runtime=deployment runtime.superlink=nowhere | runtime.superlink=nowhere is unknown: ch
 +seed=2 | An item is already at 'seed'
 +sead=2 | setting=sead is unknown | (nearest: seed)
 ~seed | seed is missing
@@ -180,14 +178,6 @@ def test_what_fails_on_the_way_out_of_ctrl_c_is_ctrl_c(tiny_overrides, monkeypat
     monkeypatch.setattr(api, "run", stopped)
     assert cli.main(["run", *tiny_overrides]) == cli.STOPPED
     assert capsys.readouterr().err.endswith("to go on: ...\nfednas: stopped.\n")
-
-
-def test_command_exits_with_2_and_no_trace():
-    done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    names = ", ".join(sorted(algorithms()))
-    words = f"algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts)."
-    assert done.stderr == f"fednas: {words}\n"
 
 
 def test_other_commands_take_no_overrides(capsys):
@@ -381,14 +371,12 @@ def test_calibrate_prints_noise_that_keeps_the_target(prints):
 
 
 NUMBERS = "--epsilon 1 --delta 1e-5 --rate .1 --steps 5"
-UNCALIBRATED = f"""
+UNCALIBRATED = """
 --delta 1 | delta
 --rate 0 | sample_rate=0.0 is out of range: expected above 0, at most 1
 --steps 0 | --steps=
 --steps 1000000001 | --steps=
---steps {"9" * 400} | --steps=
 --epsilon nan | is out of range: expected 0.001 to 1000000
---epsilon 1e-4 | is out of range: expected 0.001 to 1000000
 --epsilon 1.1e6 | is out of range: expected 0.001 to 1000000
 """
 

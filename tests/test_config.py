@@ -232,15 +232,12 @@ dataset=image_folder dataset.root=a search_space=mlp_small dataset.channels=4
     | ^dataset\\.channels=.*\\.$$
 $DP rounds=1000000000 | ^rounds=.*expected at most 10000 in all
 $DP retrain.rounds=100000 | ^rounds=.*fewer rounds of more local steps
-aggregate=mode | aggregate=mode is unknown
-search_space.norm=none | choose one of batch, group.
 aggregate=median algorithm=fnas clients=2 | sums of gradients
 aggregate=median clients=2 | expected 3 or more
 aggregate=median retrain.exchange=gradients | set aggregate=mean or retrain.exch
 aggregate=trimmed_mean | aggregate.trim=1 leaves nothing of the replies
 aggregate=trimmed_mean clients=9 aggregate.trim=3 | of 9 clients lets
 aggregate=trimmed_mean algorithm=cfdnas search_space=mbconv retrain=mbconv | =median
-aggregate=trimmed_mean aggregate.trim=0 | aggregate.trim=0
 """
 
 

@@ -84,7 +84,6 @@ def settings_of(config):
 
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
 CHOSEN = ("algorithm", "search_space", "privacy", "server_optimizer", "partition", "runtime")
-NAMES = {f"{group}.name" for group in CHOSEN}
 SIZES = {
     "IMAGES": "search_space=nasbench201_small search_space.channels=2 retrain.channels=2",
     "MBCONV": "search_space=mbconv_small search_space.width=0.1 retrain=mbconv",
@@ -170,7 +169,7 @@ def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
     assert done.error is None
     assert done.events[-1]["status"] == "completed"
     idle = without_effect(config)
-    unread = settings_of(config) - read - NAMES
+    unread = settings_of(config) - read - {f"{group}.name" for group in CHOSEN}
     # by the rules a setting is idle, or the group that holds it
     assert [name for name in unread if not {name, name.partition(".")[0]} & {*idle}] == []
 

@@ -110,14 +110,6 @@ def test_resume_after_round_1_gives_equal_tensors(undisturbed, compose_config, f
     assert_equal(snapshot(resumed.strategy), snapshot(undisturbed.strategy))
 
 
-def test_a_finished_search_asks_nobody_again(undisturbed, compose_config, federate):
-    config = compose(compose_config, undisturbed.algorithm)
-    finished = federate(config, checkpoints=undisturbed.folder)
-    finished.strategy.start(finished.grid, num_rounds=ROUNDS)
-    assert finished.events == []
-    assert_equal(snapshot(finished.strategy), snapshot(undisturbed.strategy))
-
-
 PLAIN = {"dpnas": ["algorithm.dp_aware=null"]}  # else it trains by float32 gradients of records
 
 

@@ -140,7 +140,6 @@ OWN_IDS += "in dataset.id_column"
 NOTHING = r"^numbers: x, age \| label y: 0 47, 1 33$"
 MAYBE_MISSING = "records, which may mean missing"
 TABLES = {
-    "F2": (column(range(N), "case_id"), "case_id has another whole number in every row"),
     "F11, F37": (labels(Y + 1), "label y: 1 "),
     "F13": (labels((AGE * 37).astype(int)), "number to predict, y: 1110 to 2749"),
     "F14": (labels([["benign", "benign "][i % 2] if v else "bad" for i, v in enumerate(Y)]), TWO),
@@ -166,9 +165,7 @@ TABLES = {
     ),
     "percent": (column([f"{80 + i % 20}%" for i in range(N)]), IN_WORDS),
     "dollars": (column([f"${900 + 37 * i:,}" for i in range(N)]), IN_WORDS),
-    "units": (column([f"{i % 30} days" for i in range(N)]), IN_WORDS),
     "below a limit": (column(mostly(AGE.astype(str), "<0.5", 4)), IN_WORDS),
-    "times": (column([f"{i % 24:02}:{i % 60:02}" for i in range(N)]), IN_WORDS),
     "months": (column([d.strftime("%B %d, %Y") for d in DAYS]), IN_WORDS),
     "currencies": (column([f"AUD {i % 30}" for i in range(N)]), IN_WORDS),
     "Arabic digits": (column([chr(0x660 + i % 4) for i in range(N)]), f"x has 4 {IN_WORDS}"),
@@ -181,7 +178,6 @@ TABLES = {
     "letters that look alike": (column(mostly("M", "\u041c", 3)), "x holds M and .: join them by"),
     "short years": (column([d.strftime("%d/%m/%y") for d in DAYS]), IN_WORDS),
     "compact dates": (column([d.strftime("%Y%m%d") for d in DAYS]), "dates written as 20241231"),
-    "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), IN_WORDS),
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
     "no dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "1899-12-31", 9)), "1899-12-31 in 9 rec"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
@@ -247,10 +243,6 @@ TABLES = {
         labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),
         "refused: .* such as .* in 80 rows: set dataset.task=regression if they are numbers to pr",
     ),
-    "commas in numbers to predict": (
-        labels([f"{x}".replace(".", ",") for x in AGE]),
-        "refused: .* in 80 rows: set dataset.task=regression if they are numbers to predict",
-    ),
     "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
     "numbers to predict, far from 0": (labels(1e9 + AGE), "predict: .* which float32 blurs"),
     "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
@@ -259,7 +251,6 @@ TABLES = {
     "a full stop": (column(mostly("benign", "benign.", 9)), "x holds benign and benign.: join"),
     "-1 among years": (column(mostly(AGE.astype(int), -1, 9)), f"-1 in 9 {MAYBE_MISSING}"),
     "9 beside 1 and 2": (column(mostly(Y + 1, 9, 9)), f"9 in 9 {MAYBE_MISSING}"),
-    "99 beside 1 to 5": (column([99 if i % 9 == 0 else i % 5 + 1 for i in range(N)]), "99 in 9 "),
     "-99 below 0": (column(mostly(AGE - 50, -99, 9)), f"-99 in 9 {MAYBE_MISSING}"),
     "two codes": (column(mostly(mostly(AGE, 888, 9), 999, 7)), "888 and 999 in 19 records"),
     "codes of answers": (column(np.resize((1, 2, 3, 4, 77, 88, 99), N)), "77 and 88 and 99 in 33 "),
@@ -278,7 +269,6 @@ TABLES = {
         f"rows of one {name}": (column([i // 3 for i in range(N)], name), f"{name} has few rows of")
         for name in ("Customer_Nbr", "USUBJID", "hadm_id", "userId", "patient number")
     },
-    "one number to predict": (labels([1.5] * N), "every record has the label 1.5"),
     "ids to predict": (labels(range(900, 900 + N)), "predict: y is another whole number in every"),
     "metres and centimetres": (
         column([1.6 + i / 400 if i % 4 else 160 + i / 4 for i in range(N)]),

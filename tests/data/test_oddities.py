@@ -55,7 +55,6 @@ ODD = {
     "leak": ({"diagnosis": np.array(["well", "ill"])[LABELS]}, "diagnosis alone tells the label"),
     "parts": ({"set": np.array(["train", "Test"])[RNG.integers(0, 2, N)]}, "set may say which"),
     "a flag of parts": ({"is_test": RNG.integers(0, 2, N)}, "is_test may say which records are"),
-    "leaking number": ({"score": LABELS * 2.5 + RNG.random(N)}, "score alone tells the label"),
 }
 
 

@@ -63,15 +63,9 @@ ASKED = {
         r"row 1 has 4 cells.*as R writes it.*column_names=\[row, age, group, y\]",
     ),
     "a longer row": (PLAIN + "1,a,1,7\n", "row 4 has 4 cells, but the header 3"),
-    "a shorter row": (PLAIN + "1,a\n", "row 4 has 2 cells, but the header 3"),
     "a title": ("Report 7\n" + PLAIN, "row 1 has 3 cells, but the header 1"),
     "a bad date": (f"when,y\n{DAYS}2021-02-30,1\n", "holds dates but for 2021-02-30 in row 21"),
     "a bad date after blanks": (f'when,y\n \n{DAYS}\n2021-02-30,"1"\n', "2021-02-30 in row 23"),
-    "a number to predict": (
-        "age,stage\n" + "".join(f"{i},{i % 15}\n" for i in range(200)),
-        "column stage, holds 15 different whole numbers such as 0, 1, 10 and 12 more in 200 rows",
-    ),
-    "a class None": ("age,y\n1,None\n2,ill\n", r"no label \(y\) in row 1.*missing_in=\{y: \[\]\}"),
     "two features of one name": ("sex,sex=m,y\nm,1,0\nf,0,1\nm,1,1\n", "2 features the name sex=m"),
 }
 

@@ -57,8 +57,7 @@ def trained(description):
     return network
 
 
-ANIMALS = ("ant", "bee", "cat", "dog", "elk")
-IMAGES = Inputs(SHAPE, (), (0.3, 0.5, 0.6), (0.2, 0.25, 0.3), ANIMALS)
+IMAGES = Inputs(SHAPE, (), (0.3, 0.5, 0.6), (0.2, 0.25, 0.3), ("ant", "bee", "cat", "dog", "elk"))
 COLUMNS = (
     *(Column("age", indicator=True), Column("site", "category", ("A", "B", "C"))),
     *(Column("seen", "date"), Column("sex", "category", ("f",))),

@@ -200,10 +200,7 @@ def test_parts_of_a_network_with_a_skip_are_measured_alone():
     assert metrics.evaluate(network, split, CPU).accuracy == pytest.approx(shares[2])
 
 
-PROBABILITIES = st.lists(st.integers(0, 999), min_size=2, max_size=40)
-
-
-@given(PROBABILITIES, st.integers(0, 2**32 - 1))
+@given(st.lists(st.integers(0, 999), min_size=2, max_size=40), st.integers(0, 2**32 - 1))
 def test_the_threshold_is_the_best_of_all(thousandths, seed):
     shares = torch.tensor(thousandths, dtype=torch.float64) / 1000 + 5e-4
     positive = torch.from_numpy(np.random.default_rng(seed).random(len(shares)) < 0.5)

@@ -31,7 +31,7 @@ from ..booked import booked
 from ..composing import ranges_of
 from ..refusals import refuses
 from ..report.conftest import emit
-from ..rows import seldom
+from ..rows import by_hand, seldom
 from ..watched import noting
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
@@ -342,7 +342,7 @@ def recommended(compose_config, tmp_path):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("best", ["linear", "features", "found", "random_1", "resnet8_4"])
+@pytest.mark.parametrize("best", ["linear", "features", "found", "random_1", by_hand("resnet8_4")])
 def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path, monkeypatch):
     """Whichever it is: the model, its genotype and its test are of that network."""
     real = baselines.__dict__["finalists"]

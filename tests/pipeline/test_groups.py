@@ -85,7 +85,7 @@ def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
     shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
     first = "groups/b/checkpoints/search-000001.safetensors"
     of_group = load_file(whole.folder / first)
-    naive = run("algorithm.inherit=false")
+    naive = run("algorithm.inherit=false", "algorithm.group_rounds=1", "stages=[search]")
     assert not naive.named("round")
     from_scratch = load_file(naive.folder / first)
     batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
@@ -113,7 +113,8 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
         return honest(client, request, asked)
 
     answers("train.search", failing)
-    broken = run(HARDWARE, "runtime.quorum=1.0")
+    short = ("rounds=1", "algorithm.group_rounds=1", "stages=[search]")
+    broken = run(HARDWARE, "runtime.quorum=1.0", *short)
     finished = {event["group"]: event for event in broken.named("group_finished")}
     assert finished["b"]["status"] == "completed"
     assert finished["a"]["status"] == "failed"
@@ -219,7 +220,7 @@ PRIVATE = ("privacy=dp", "privacy.epsilon=100", "privacy.local_steps=2", "rounds
 PRIVATE += ("privacy.retrain.local_steps=3", "algorithm.group_hardware={}")
 
 
-def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
+def test_private_clients_commit_to_their_groups_rounds_and_repeat_one_that_was_lost_alone(run):
     """Before the first release, under one promise; groups are of tags, which are public."""
     whole = run(*PRIVATE)
     promised = whole.the("privacy")
@@ -238,10 +239,6 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
         assert all(told["spent"] > 0 for told in spent["clients"])
         budget = max(told["epsilon"]["prv"]["train"] for told in own["clients"])
         assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
-
-
-def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
-    whole = run(*PRIVATE)
     for path in (whole.folder / "groups" / "b" / "checkpoints").glob("retrain-*"):
         path.unlink()
     run(resume=whole.folder)

@@ -33,6 +33,7 @@ from fednas_flwr.server.reply_checks import NO_LIMITS
 
 from ..asked import FORMS, MODEL, decoded, filled
 from ..refusals import refuses
+from ..rows import by_hand
 from .test_groups import CFDNAS
 
 BAD = 1
@@ -207,7 +208,11 @@ def hostile_numbers(value, number):
 BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stays in the run
 
 
-@pytest.mark.parametrize("number", [*NUMBERS, 10**29, 1e29], ids=str)
+FEW = [1e300, 10**400, 10**9, -1, 0, math.nan, 1e29]  # the others are refused, or pass, as these
+TRIED = [*FEW, *(by_hand(number) for number in (*NUMBERS, 10**29) if number not in FEW)]
+
+
+@pytest.mark.parametrize("number", TRIED, ids=str)
 def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, site_files, lie):
     """In place of all numbers of its moments, counts, scores and histogram, and of its metrics."""
 

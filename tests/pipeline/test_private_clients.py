@@ -293,7 +293,7 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
 
 
 FDNAS = ["algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp"]
-FDNAS += ["clients=2", "search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"]
+FDNAS += ["clients=2", "search_space.norm=group", "search_space.width=0.1", "retrain.norm=group"]
 FDNAS += ["algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"]
 FDNAS += ["privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"]
 FDNAS += ["rounds=3", "retrain.rounds=2", "privacy.epsilon=30"]
@@ -311,6 +311,7 @@ DPNAS += ["stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.nois
 HALVING = ["algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"]
 HALVING += ["privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"]
 HALVING += ["privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"]
+HALVING += [f"search_space.{size}" for size in SIZES]
 BOOKED_RETRAINING = ("retrain", "train.weights:weights", ("train", "validation"))
 SEARCH_WEIGHTS = ("search", "train.search:weights", ("train",))
 SEARCH_ALPHAS = ("search", "train.search:alphas", ("validation",))

@@ -64,24 +64,25 @@ def images(folder):
     return (*arrays(folder), "clients=2", *searched)
 
 
-def written(own, folder):
-    """Overrides by which the last half of a table is the server's test set."""
-    own[:900].to_csv(folder / "train.csv", index=False)
-    own[900:].to_csv(folder / "test.csv", index=False)
-    return ("dataset=csv", f"dataset.root={folder}", *LINEAR)
+def halves(folder, table):
+    """Overrides by which the last quarter of a table is the server's test set."""
+    first = 3 * len(table) // 4
+    table[:first].to_csv(folder / "train.csv", index=False)
+    table[first:].to_csv(folder / "test.csv", index=False)
+    return ("dataset=csv", f"dataset.root={folder}")
 
 
 def columns(folder):
     """A table with a column per label, also as yes and no."""
     own = table(*digits())
     own["large"] = np.where(own["large"] == 1, "Yes", "no")
-    return (*written(own, folder), "dataset.labels=[even,large,prime]")
+    return (*halves(folder, own), *LINEAR, "dataset.labels=[even,large,prime]")
 
 
 def lists(folder):
     """A table with a column of lists; ``prime`` is the positive label."""
-    own = written(as_lists(table(*digits()), "; "), folder)
-    return (*own, "dataset.label_separator=';'", "evaluation.positive=prime")
+    own = halves(folder, as_lists(table(*digits()), "; "))
+    return (*own, *LINEAR, "dataset.label_separator=';'", "evaluation.positive=prime")
 
 
 def named(has):
@@ -209,7 +210,8 @@ def test_several_labels_are_audited(tmp_path, prints):
 STAYS = 1200
 RANGES = ("dataset.ranges={age:[0,100],crp:[0,60]}", "dataset.target_range=[0,12]")
 LINEAR_OF_THREE = (*LINEAR, "clients=3")
-DP_CELLS = ("search_space=dp_cells_small", "retrain=dp_cells")
+DP_CELLS = ("search_space=dp_cells_small", "search_space.widths=[4,4,4]", "retrain=dp_cells")
+DP_CELLS += tuple(f"algorithm.{kind}_candidates=2" for kind in ("trained", "rewarded", "final"))
 TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
 OF_TABLES = ("algorithm=random_search", "experiment=search/recommended", "algorithm=fed_darts")
 OF_TABLES += ("algorithm=feathers", "algorithm=fnas")
@@ -228,15 +230,6 @@ def stays():
     return table.assign(days=days.clip(0.1, None).round(1))
 
 
-def halves(folder, table=None):
-    """Overrides by which the last quarter of a table is the server's test set."""
-    table = stays() if table is None else table
-    first = 3 * len(table) // 4
-    table[:first].to_csv(folder / "train.csv", index=False)
-    table[first:].to_csv(folder / "test.csv", index=False)
-    return ("dataset=csv", f"dataset.root={folder}")
-
-
 @pytest.fixture(scope="module", params=["found", "given", "huber"])
 def of_numbers(request, finished_run, tmp_path_factory):
     """A of_numbers run: mean and deviation found by the clients, or of a given range."""
@@ -246,7 +239,7 @@ def of_numbers(request, finished_run, tmp_path_factory):
         "given": (*RANGES, "partition=dirichlet"),
         "huber": ("training.loss=huber", "partition=label_groups", "retrain.evaluate_every=2"),
     }
-    run = finished_run(*halves(folder), *LINEAR_OF_THREE, *more[request.param])
+    run = finished_run(*halves(folder, stays()), *LINEAR_OF_THREE, *more[request.param])
     return looked_at(run, kind=request.param, raw=folder / "test.csv")
 
 
@@ -343,7 +336,7 @@ PRIVATELY = [
 @pytest.mark.parametrize("overrides", PRIVATELY, ids=["recommended", "dp_fnas", "halving"])
 def test_private_clients_learn_within_the_declared_range(overrides, finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "evaluation.baselines=0")
-    given = (*halves(tmp_path), *RANGES, *TINY, *SMALL, *private)
+    given = (*halves(tmp_path, stays()), *RANGES, *TINY, *SMALL, *private)
     run = finished_run(*overrides[:1], *given, *overrides[1:])
     assert not run.failed
     evaluated = run.the("evaluated")
@@ -359,7 +352,8 @@ def test_private_clients_learn_within_the_declared_range(overrides, finished_run
 
 def test_secure_sums_tell_the_errors_of_all_records(finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
-    run = finished_run(*halves(tmp_path), *RANGES, *LINEAR_OF_THREE, *private, "secure_sum=true")
+    own = (*halves(tmp_path, stays()), *RANGES, *LINEAR_OF_THREE)
+    run = finished_run(*own, *private, "secure_sum=true")
     evaluated = run.the("evaluated")
     assert evaluated["total"]["sites"] == 3
     assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
@@ -390,7 +384,7 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     assert metrics.r2_score(truth, found.labels) > 0.8
 
 
-MBCONV = ("search_space=mbconv_small", "retrain=mbconv_small")
+MBCONV = ("search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv_small")
 IN_GROUPS = ("algorithm.num_groups=2", "algorithm.group_rounds=1")
 ALGORITHMS = [
     ("algorithm=dpnas", *DP_CELLS),
@@ -398,7 +392,7 @@ ALGORITHMS = [
     ("algorithm=fdnas", *MBCONV),
     ("algorithm=cfdnas", *MBCONV, "clients=4", "rounds=2", *IN_GROUPS),
     ("algorithm=fedex",),
-    ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+    ("algorithm=fedprox", "algorithm.network=resnet8_4"),
     ("algorithm=random_search", "evaluation.personalised=true"),
     ("experiment=search/recommended", "evaluation.metric=rmse"),
     *((name,) for name in OF_TABLES[2:]),
@@ -439,7 +433,8 @@ REFUSED_OF_NUMBERS = {
 @pytest.mark.run
 @pytest.mark.parametrize("overrides", REFUSED_OF_NUMBERS)
 def test_what_does_not_fit_is_refused(overrides, compose_config, tmp_path):
-    refuses_run(REFUSED_OF_NUMBERS[overrides], compose_config, *halves(tmp_path), overrides)
+    given = halves(tmp_path, stays())
+    refuses_run(REFUSED_OF_NUMBERS[overrides], compose_config, *given, overrides)
 
 
 @pytest.mark.run

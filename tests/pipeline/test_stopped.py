@@ -13,14 +13,10 @@ from fednas_flwr.runs.numbers import read_run
 
 from ..finished_runs import assert_same_files
 from ..processes import started
+from ..rows import by_hand
 
 MOMENTS = 50
 TIMEOUT_S = 900
-
-
-def slow(value):
-    """A case that takes more than a minute."""
-    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def complete(*arguments):
@@ -84,7 +80,7 @@ def whole(overrides, tmp_path_factory):
 
 @pytest.mark.run
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("event", [slow("partition"), "round", slow("exported")])
+@pytest.mark.parametrize("event", [by_hand("partition"), "round", by_hand("exported")])
 def test_a_run_that_is_stopped_or_killed_goes_on(overrides, whole, tmp_path, event, by):
     folder = tmp_path / "run"
 
@@ -110,7 +106,7 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(overrides, whole, tmp_path,
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("largest_file", [slow(3_500), 20_000, slow(50_000)])
+@pytest.mark.parametrize("largest_file", [by_hand(3_500), 20_000, by_hand(50_000)])
 def test_a_run_on_a_full_disk_goes_on_later(overrides, whole, tmp_path, largest_file):
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
     with started("run", *own, largest_file=largest_file) as process:

@@ -39,8 +39,6 @@ BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
 ENTRY = Entry("ward", "ward-a", "run", "search", 1, "train.search", ("train",), UNIT, 1000)
 # in memory, where syncing is free: power loss cannot be tested, and kill -9 keeps the cache
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-STEPS = ("locked", "inserted", "committed", "moved", "reserved", "drawn", "sent")
 
 
 def affordable(release=UNIT):
@@ -90,7 +88,7 @@ def book(folder, count=1, entry=ENTRY):
 
 
 def new_folder():
-    return tempfile.TemporaryDirectory(dir=MEMORY)
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 @pytest.fixture
@@ -747,7 +745,7 @@ def rows_and_sent(folder):
 
 def crash(folder):
     booked = []
-    for step in STEPS:
+    for step in ("locked", "inserted", "committed", "moved", "reserved", "drawn", "sent"):
         before = rows_and_sent(folder)[0]
         assert status_of(fork(lambda folder, die=step: answer_once(folder, die), folder)) is None
         rows, sent = rows_and_sent(folder)

@@ -154,7 +154,6 @@ numbers = st.one_of(
 )
 counts = st.one_of(st.integers(-2, 12), st.sampled_from([1.0, True, None, 10**30]))
 hostile = {"noise_multiplier": numbers, "batch_size": numbers, "max_grad_norm": numbers}
-hostile_terms = st.fixed_dictionaries(hostile | {"steps": counts})
 RANDOMNESS = [{"secure_noise": a, "test_seed": b} for a, b in ((1, 0), (0, 1), (0, 0))]
 FIXED = {"threads": 1, "micro_batch_size": 8, "approve": "manual", "account": "a", "epsilon": 1.0}
 FIXED |= {"delta": 1e-5, "records": 1, "fractions": {"train": 1.0, "validation": 0, "test": 0}}
@@ -198,7 +197,7 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
     inside |= {"steps": st.integers(1, allowed.largest_steps)}
     good = st.fixed_dictionaries(inside | {"max_grad_norm": st.just(allowed.largest_grad_norm)})
     splits = [["train"], ["train", "test"], ["test"], [], ["x"], ["train", "train"], list(SPLITS)]
-    terms, others = data.draw(good), data.draw(hostile_terms)
+    terms, others = data.draw(good), data.draw(st.fixed_dictionaries(hostile | {"steps": counts}))
     for term in data.draw(st.sets(st.sampled_from(sorted(others)), max_size=2)):
         terms[term] = others[term]
     terms["splits"] = data.draw(st.sampled_from(splits))

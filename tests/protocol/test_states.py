@@ -16,7 +16,6 @@ from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from ..refusals import refuses
 
 NAMES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
-DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 @st.composite
@@ -24,7 +23,7 @@ def named_tensors(draw):
     tensors = {}
     for index in range(draw(st.integers(0, 6))):
         shape = draw(st.lists(st.integers(0, 3), max_size=3))
-        dtype = draw(st.sampled_from(DTYPES))
+        dtype = draw(st.sampled_from([getattr(torch, name) for name in NAMES]))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
         tensors[f"t{index}"] = torch.randint(0, 100, shape, generator=generator).to(dtype)
     return tensors

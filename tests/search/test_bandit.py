@@ -175,9 +175,6 @@ def rounds_over(num_configurations, most=8):
     return st.lists(st.lists(trial, min_size=1, max_size=6), max_size=most)
 
 
-theta_cases = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), rounds_over(n)))
-
-
 def theta_after(num_configurations, rounds):
     theta = Theta.of(num_configurations)
     for trials in rounds:
@@ -219,7 +216,7 @@ def test_steps_are_those_of_the_algorithm(drawn):
     np.testing.assert_allclose(found, oracle(8, rounds), rtol=1e-5, atol=1e-12)
 
 
-@given(theta_cases)
+@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), rounds_over(n))))
 def test_theta_stays_a_distribution(case):
     theta = theta_after(*case)
     pi = theta.probabilities()

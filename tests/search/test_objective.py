@@ -224,7 +224,6 @@ def test_losses_and_predictions_are_computed_here_alone():
 
 FOUND, GIVEN = (3.0, 2.0), (5.0, 10 / 12**0.5, 0.0, 10.0)
 LABELS = st.sampled_from([-1e6, -3.0, 0.0, 1.5, 4.0, 11.0, math.nan])
-NUMBERS = st.tuples(st.floats(-1e3, 1e3, width=32), LABELS)
 
 
 def held(value, target):
@@ -276,7 +275,7 @@ def test_scores_of_numbers_are_scikit_learns(target):
     assert alike.keys() == {"rmse", "mae"}  # nothing varies that could be predicted
 
 
-@given(st.lists(NUMBERS, min_size=2, max_size=12))
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), LABELS), min_size=2, max_size=12))
 def test_what_is_released_of_a_number_is_within_its_range(pairs):
     """Whatever a network or a file says: squared errors in range^2, closeness in [0, 1]."""
     objective = Regression(target=GIVEN)

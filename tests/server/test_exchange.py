@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from fednas_flwr.server.exchange import Participants, Sampling, midzuno
 from fednas_flwr.settings.names import SAMPLINGS
 
-sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
-
 
 def sampling(by="uniform", *, clients=20, per_round=5, backups=0, seed=1, sizes=None):
     sizes = {} if sizes is None else {"search": np.array(sizes)}
     return Sampling(seed, per_round, backups, by, sizes, clients)
 
 
-@given(sizes=sizes_of_clients, data=st.data())
+@given(sizes=st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any), data=st.data())
 def test_over_all_uniform_draws_the_average_by_size_is_that_over_all_clients(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
     values = [Fraction(data.draw(st.integers(-9, 9))) for _ in sizes]

@@ -29,7 +29,6 @@ NB201, DARTS, MLP, DP_CELLS, DP_DARTS = (
 )
 PATHS = list(itertools.product(range(5), repeat=6))
 CELLS_201 = [NB201.genotype(path) for path in PATHS]
-ALIVE_201 = [path for path in PATHS if not NB201.is_degenerate(NB201.genotype(path))]
 
 
 @pytest.fixture(params=sorted(SPACES))
@@ -81,7 +80,7 @@ def test_the_derived_cell_is_the_likeliest_that_is_not_degenerate(seed, scale):
         alphas["cell"][:, [2, 3]] -= 15.0  # the convolutions
     derived = NB201.derive(alphas)
     assert not NB201.is_degenerate(derived)
-    paths = torch.tensor(ALIVE_201)
+    paths = torch.tensor([path for path in PATHS if not NB201.is_degenerate(NB201.genotype(path))])
     logs = alphas["cell"].double().log_softmax(-1)
     found, best = logs[range(6), NB201.path(derived)], logs[torch.arange(6), paths].sum(1).max()
     torch.testing.assert_close(found.sum(), best, rtol=1e-12, atol=1e-9)
