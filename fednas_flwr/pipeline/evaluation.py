@@ -105,8 +105,7 @@ def _corrected(
     x = 6 * torch.rand(8, *run.prepared.input_shape, generator=generator) - 3
     network = corrected(trained.network, released, positive=positive, x=x)
     if network is trained.network:
-        message = "probabilities are as sure as noise made them: its logits are of no last layer"
-        run.log.emit("warning", message=message)
+        run.log.emit("warning", message="probabilities stay too sure: no last layer is linear")
         return trained, replace(released, slope=1.0, offset=0.0)
     states = {n: pack(of) for n, of in network_states(network).items() if n in trained.states}
     return trained._replace(network=network, states=states), released

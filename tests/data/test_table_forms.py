@@ -129,7 +129,7 @@ def test_cells_and_rows_of_a_sheet_are_those_of_a_csv_file(tmp_path):
 
 
 def test_a_title_with_an_empty_row_below_it_is_left_out(tmp_path):
-    rows = pd.DataFrame([["Ward"], [None], ["x", "of", "y"], [1, 2, 3]])
+    rows = pd.DataFrame([["Ward", None, None], [None] * 3, ["x", "of", "y"], [1, 2, 3]])
     rows.to_excel(tmp_path / "t.xlsx", index=False, header=False)
     rows.to_csv(tmp_path / "t.csv", index=False, header=False)
     for name in ("t.xlsx", "t.csv"):
