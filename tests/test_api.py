@@ -56,6 +56,7 @@ class LateAlphas(FedDARTS):
         metrics = super().run_round(server_round, num_rounds)
         if server_round <= self.rest:
             self.states["alphas"] = alphas
+            return None  # a round may measure nothing
         return dict(metrics)
 
 

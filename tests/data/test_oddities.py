@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.data.oddities import oddities
+from fednas_flwr.data.oddities import oddities, off_scale
 from fednas_flwr.data.records import CATEGORY, Column
 
 from ..data_sets import records_of
@@ -89,3 +89,24 @@ def test_odd_images_are_told():
     for shift in (0, 100):  # dark, and of one shade, as 16 bits of a camera that use few of them
         (note,) = oddities(images(pixels // 16 + np.uint8(shift)))
         assert note.startswith(f"the pixels are from {shift} to {shift + 15} of 255")
+
+
+RARE = np.zeros(N)
+RARE[::70] = 1  # three of 200 in training
+AROUND = np.where(np.arange(N) % 5 < 3, 0, RNG.normal(0, 10, N))  # three fifths are 0
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "far"),
+    [
+        (RARE, np.where(np.arange(N) % 40 < 2, 2, 0), 0),  # as counts that are seldom not 0
+        (RARE, np.where(np.arange(N) % 40 < 2, -999, 0), 10),
+        (AROUND, np.where(np.arange(N) % 20 == 4, 500, AROUND), 10),
+        (RARE, np.where(np.arange(N) % 2, 1, 0), 0),
+        (AROUND, AROUND, 0),
+    ],
+)
+def test_numbers_are_far_by_what_is_usual_of_those_that_are_not_the_same(known, given, far):
+    rows = torch.tensor(given[:, None])
+    found = next(off_scale(rows, [Column("x")], [known.mean()], [known.std()]), "")
+    assert (f"x (in {far} records, as " in found) == bool(far) == bool(found)

@@ -20,12 +20,18 @@ FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
 OBJECTIVE = Objective(FACTORS)
 
 
+def optimizers_of(network, weights, alphas, *, beta=0.5, nesterov=False):
+    """Make the optimisers of a search."""
+    own, others = network.weights(), network.alphas()
+    sgd = make_sgd(own.values(), weights, nesterov=nesterov)
+    adam = make_adam(others.values(), alphas, beta=beta)
+    return Optimizers(Optimizer(own, sgd, weights.clip_norm), Optimizer(others, adam))
+
+
 def search(net, train, validation, rule, beta_decay):
     """Search for one pass over ``train``; return where the gradients came from."""
     gradients = ExactGradients(lambda: iter(train), lambda: iter(validation), objective=OBJECTIVE)
-    own, others = net.weights(), net.alphas()
-    sgd, adam = make_sgd(own.values(), WEIGHTS), make_adam(others.values(), ALPHAS, beta=0.5)
-    optimizers = Optimizers(Optimizer(own, sgd, WEIGHTS.clip_norm), Optimizer(others, adam))
+    optimizers = optimizers_of(net, WEIGHTS, ALPHAS)
     alternate(net, gradients, optimizers, Alternating(rule, beta_decay=beta_decay))
     return gradients
 
