@@ -16,7 +16,7 @@ Tensor suffixes: N records, B bins.
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +83,13 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
     counts_2B = counts.double().view(2, BINS)
     sums = (counts_2B.view(2, -1, width).sum(2) for width in WIDTHS)
     scores = (_scores(of, noise * math.sqrt(BINS / of.shape[1])) for of in sums)
-    found = next((one for one in scores if one is not None), None)
-    negatives, positives = counts_2B.sum(1).clamp(min=0).tolist()  # of all bins, so not biased
-    return found and replace(found, prevalence=positives / (negatives + positives))
+    return next((one for one in scores if one is not None), None)
 
 
 def _scores(counts_2B: Tensor, noise: float) -> NoisedScores | None:
+    """Return the scores of counts in bins of one width; None if they are hardly more than noise."""
     negative_B, positive_B = counts_2B
+    of_all = counts_2B.sum(1).clamp(min=0)  # of a class in all bins, so that no record is left out
     seen = torch.nonzero(negative_B + positive_B > SEEN * noise * math.sqrt(2)).flatten()
     if len(seen) < 2:
         return None
@@ -112,7 +112,7 @@ def _scores(counts_2B: Tensor, noise: float) -> NoisedScores | None:
     return NoisedScores(
         auroc=min(max(auroc, 0.0), 1.0) if error <= LARGEST_ERROR else None,
         error=error,
-        prevalence=float(positives / (positives + negatives)),
+        prevalence=float(of_all[1] / of_all.sum()),
         edge=float(edges[first + 1 + youden_B[:-1].argmax()]),
         slope=slope,
         offset=offset,

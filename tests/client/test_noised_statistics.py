@@ -27,7 +27,7 @@ from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.states import pack
+from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.exchange import share_scales
 from fednas_flwr.settings.optimizers import SGD
@@ -482,6 +482,7 @@ def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(coun
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
 def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
     noises = noting(monkeypatch, evaluation, "scores_of_counts", lambda *_, noise: noise)
+    tested = noting(monkeypatch, evaluation, "_on_clients", lambda _, __, trained, ___: trained)
     config = compose(*scored, *summed, f"run_dir={tmp_path / 'run'}")
     folder = run(config).folder
     finished = read_run(folder)
@@ -501,6 +502,12 @@ def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, s
     report = (folder / "report.html").read_text()
     for said in ("noised counts of the clients", "on a line through the log odds"):
         assert said in report
+    # clients test what is exported, also where the most probable class decides
+    config = replace(config, evaluation=replace(config.evaluation, metric="accuracy"))
+    others = run(replace(config, run_dir=str(tmp_path / "accuracy"))).folder
+    for trained, made in zip(tested, (folder, others), strict=True):
+        exported = network_states(load(made).network)["weights"]
+        assert torch.equal(trained.states["weights"]["float32"], pack(exported)["float32"])
 
 
 @pytest.mark.run

@@ -100,5 +100,8 @@ def test_an_auroc_that_noise_could_have_made_is_not_told():
     counts = one_hot(odds, positive).sum(0)
     noisy = scores_of_counts(counts + 8 * torch.randn(2 * BINS, generator=generator), noise=8.0)
     assert noisy is None or noisy.auroc is None
+    draws = (counts + 5 * torch.randn(2 * BINS, generator=generator) for _ in range(200))
+    told = [one.prevalence for draw in draws if (one := scores_of_counts(draw, noise=5.0))]
+    assert np.mean(told) == pytest.approx(positive.double().mean().item(), abs=0.01)
     for _ in range(50):
         assert scores_of_counts(8 * torch.randn(2 * BINS, generator=generator), noise=8.0) is None
