@@ -246,8 +246,12 @@ def _print_schedule(
     )
     rows = [
         [
-            *(planned.stage, planned.action, planned.kind, ", ".join(planned.splits)),
-            *(f"{planned.steps:,}", f"{planned.noise_multiplier:.4g}"),
+            planned.stage,
+            planned.action,
+            planned.kind,
+            ", ".join(planned.splits),
+            f"{planned.steps:,}",
+            f"{planned.noise_multiplier:.4g}",
             f"{planned.max_grad_norm:g}",
             f"{planned.expected_batch(allowed.by_split):,.4g}",
             f"{planned.rate(allowed.by_split):.4g}",

@@ -159,13 +159,13 @@ def compare(
     """Print a table of several runs, mean over seeds; or write it, a page or curves.
 
     --curves draws a --metric of rounds (train_loss, validation_accuracy, ...) in a --stage --over
-    rounds, time or traffic, with mean and deviation over seeds. --against NAME adds the difference
-    between runs with the same seed and its 95 % interval.
+    rounds, time or traffic, with mean and deviation over seeds. Groups on the same data have
+    differences, between runs with the same seed, from the best group or from --against NAME.
 
     Args:
         run_folders: run folders or sweeps
         output: folder for compare.csv, .md, .json and .html
-        against: group from which differences are taken; by default the one without privacy
+        against: group from which differences are taken; else the best, or only non-private, one
         csv: file for the table as CSV
         markdown: file for the table as Markdown
         latex: file for the table as LaTeX

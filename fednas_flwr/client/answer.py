@@ -103,7 +103,9 @@ def admit(guard: ReleaseGuard, request: Request, *, supernet_norm: str | None = 
     kinds = asked_kinds(request, of_client=guard.allowed.unit == CLIENT)
     planned = {
         kind: guard.admit(
-            *(request.header, action, kind),
+            request.header,
+            action,
+            kind,
             splits=splits,
             steps=steps,
             num_values={"metrics": 2, "scores": 2 * BINS, "rewards": settings.count}.get(kind, 1),

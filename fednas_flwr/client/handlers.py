@@ -160,7 +160,7 @@ def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
 
 
 @answers(
-    *("train.weight_gradient", "train.alpha_gradient", "train.gradients"), "train.network_gradient"
+    "train.weight_gradient", "train.alpha_gradient", "train.gradients", "train.network_gradient"
 )
 def take_gradients(
     client: Client, request: Request, asked: rq.TakeGradients | rq.TakeNetworkGradient

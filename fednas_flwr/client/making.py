@@ -30,11 +30,9 @@ from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings import Config, data_settings, dump_config, expanded, names, registry
 from fednas_flwr.settings.incompatible import has_real_sites
 
-# What a private site's node names: its data, how to read it and its id; policy, ledger, secrets.
-PRIVATE_SITE_KEYS = (
-    *("data-path", "dataset", "cache", "data-set"),
-    *("policy", "ledger", "ledger-key", "split-key"),
-)
+_DATA_KEYS = ("data-path", "dataset", "cache", "data-set")  # the data, how to read it, and its id
+# What a private site's node names: also its policy, ledger and secrets
+PRIVATE_SITE_KEYS = (*_DATA_KEYS, "policy", "ledger", "ledger-key", "split-key")
 POLICY_FILE = "policy.yaml"  # policy file of a simulated site
 NO_ROSTER = "0" * 64  # a simulated guard reads only the number of honest sites
 

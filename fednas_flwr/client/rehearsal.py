@@ -95,10 +95,16 @@ def machine(device: torch.device, threads: int) -> list[Any]:
     """Return everything besides the network that decides which kernels torch uses."""
     chosen = {k: v for k, v in sorted(os.environ.items()) if k.startswith(KERNEL_SETTINGS)}
     return [
-        *(machine_name(device), threads, chosen),
-        *(version("fednas_flwr"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
-        *(torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
-        *(torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        machine_name(device),
+        threads,
+        chosen,
+        version("fednas_flwr"),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
     ]
 
 
@@ -106,7 +112,9 @@ def structure(network: nn.Module) -> str:
     """Return a hash of a network's modules, their settings and the shapes of their parameters."""
     modules = [
         [
-            *(name, type(module).__module__, type(module).__qualname__),
+            name,
+            type(module).__module__,
+            type(module).__qualname__,
             sorted(_settings(module)),
             [
                 (key, list(p.shape), str(p.dtype))

@@ -43,12 +43,10 @@ _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
 _ATTEMPTS = 3  # at reading stored records
 _ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields of records
-# Settings that change no prepared record; for the root, its files count instead.
-_SHAPE_NOTHING = {
-    *("cache", "root", "download", "fractions", "split_key", "linear_baseline"),
-    *("mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
-    *("scattering", "backbone"),  # their description counts instead
-}
+# Settings that change no prepared record, and those whose files or description count instead
+_LATER = {"fractions", "split_key", "linear_baseline", "statistics", "ranges", "mean", "std"}
+_LATER |= {"crop_padding", "flip", "cutout"}
+_COUNTED_INSTEAD = {"cache", "root", "download", "scattering", "backbone"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
         files: object = fingerprint(name, source)
     if entry.by_content:
         files = digest_records(read(source))
-    shaping = {k: v for k, v in asdict(dataset).items() if k not in _SHAPE_NOTHING}
+    shaping = {k: v for k, v in asdict(dataset).items() if k not in _LATER | _COUNTED_INSTEAD}
     shaping["transform"] = transform
     key = hashlib.blake2b(
         json.dumps([_CACHE_VERSION, sites, shaping, files]).encode(), digest_size=10

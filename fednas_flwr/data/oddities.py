@@ -382,8 +382,10 @@ def _set_apart(
     for number, order in product(range(min(_MOST_CODES, len(values) - 1), 0, -1), (1, -1)):
         codes, others = values[::order][:number], values[::order][number:]
         times, code, other = counts[::order][:number], codes[-1], others[0]
-        above = code < 0 <= other - 2 * (code == -1) if order == 1 else None
-        is_far = other <= code / (2 if code > 99 else 4) if above is None else above
+        if order == 1:
+            is_far = code < 0 and other >= (2 if code == -1 else 0)
+        else:
+            is_far = other <= code / (2 if code > 99 else 4)
         is_far |= abs(other - code) > abs(other - others[-1]) and len(others) > 1
         known = np.isin(abs(codes), _CODES) | (codes == -1)
         if number > 1:

@@ -290,7 +290,7 @@ def _row_labels(
             labels = encode_labels(cells, names, separator, where=where)
     if labels is not None or not cells.different:
         return labels, []
-    found = [*["no label"] * bool(cells.missing.any()), *distinct(cells.different)]
+    found = [*(["no label"] if cells.missing.any() else []), *distinct(cells.different)]
     known = "numbers" if inputs.target else listed(names, 5)
     said = f"column {inputs.label} of {where} holds {listed(found, 3)}, and not only {known}"
     return None, [said + _UNCOMPARED]

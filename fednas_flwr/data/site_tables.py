@@ -212,7 +212,7 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         name
         for name in times
         if name == usual_case[low := name.lower()]
-        and 2 * holders[low] > len(tables) - (name in first)
+        and (2 * holders[low] > len(tables) or 2 * holders[low] == len(tables) and name in first)
     ]
     for site, table in tables.items():
         lacking = [name for name in common if name not in table.texts]

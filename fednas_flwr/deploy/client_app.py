@@ -21,7 +21,7 @@ from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.client import audit_trail, release_guard
 from fednas_flwr.client.answer import admit, answer
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.making import make_client, make_site_guard
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
 from fednas_flwr.data.datasets import Data
 from fednas_flwr.data.prepared import make_data, make_site_data
 from fednas_flwr.data.readers import site_dataset
@@ -37,11 +37,8 @@ from fednas_flwr.settings.incompatible import has_real_sites
 DATA_PATH = "data-path"
 MOST_ALIVE = 128  # clients that a process keeps from one message to the next
 # Settings of a site, from `flower-supernode --node-config`; they override the server's.
-SITE_KEYS = {
-    *(DATA_PATH, "dataset", "device", "cache", "tag", "split-key"),
-    *("policy", "data-set", "ledger", "ledger-key", "audit", "superlink", *NODE_KEYS),
-    *("models", "signer"),
-}
+SITE_KEYS = {"device", "tag", "audit", "superlink", "models", "signer"}
+SITE_KEYS |= {*PRIVATE_SITE_KEYS, *NODE_KEYS}
 
 
 def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ()) -> ClientApp:

@@ -48,10 +48,9 @@ APPROVAL_POLL_S = 10.0
 CONNECT_S = 60.0  # for simulated clients, which exist from the start
 COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
 PROPERTIES = ("budget", "secure_noise", "unit")  # that a private client must report
-SITE_PROPERTIES = (  # that each real site must report; the server builds networks from them
-    *("input_shape", "image_shape", "transform"),
-    *("schema", "mean", "std", "class_names", "multi_label", "target"),
-)
+INPUT_PROPERTIES = ("input_shape", "image_shape", "transform", "schema", "mean", "std")
+# What each real site must report; the server builds networks from it
+SITE_PROPERTIES = (*INPUT_PROPERTIES, "class_names", "multi_label", "target")
 GROWTH_POINTS = 6  # points of the curve of epsilon over rounds
 
 
@@ -101,8 +100,7 @@ def begin(
         cohort.sampling = make_sampling(config, splits)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
-        *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances),
-        ends_at=ends_at,
+        config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances, ends_at=ends_at
     )
     if config.dp:
         statistics = _agree(run, splits, statistics, resumed=bool(earlier))

@@ -66,7 +66,8 @@ def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
     """
     copies = {"search": min(KEEP, config.rounds)}
     if "search" not in networks and not config.searches:
-        copies["retrain"] = min(KEEP, config.retrain.rounds or KEEP) + ("export" in config.stages)
+        exported = 1 if "export" in config.stages else 0
+        copies["retrain"] = min(KEEP, config.retrain.rounds or KEEP) + exported
     return sum(
         copies.get(stage, 0) * tensor.numel() * tensor.element_size()
         for stage, network in networks.items()

@@ -7,7 +7,7 @@ listed with the reason. Differences are between runs with the same seed, with St
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import sqrt
@@ -256,9 +256,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: Name of the group from which differences are taken. None takes the only group
-            without privacy if others on the same data have privacy, so that its cost gets an
-            interval.
+        against: Name of the group from which differences are taken. None takes, if all groups are
+            on the same data, the only one without privacy, or else the one with the best mean.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -285,15 +284,14 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     groups.sort(key=lambda runs: _rank(runs[0], trials))
     shown = _distinguishing([_settings(group[0]) for group in groups])
     names = _names(groups, shown, {path.resolve() for path in folders})
-    plain = [name for runs, name in zip(groups, names, strict=True) if not runs[0].is_private]
-    if against is not None:
-        check_choice("--against", against, names)
-    elif len(plain) == 1 < len(names) and not any(map(OTHER_DATA.match, shown)):
-        (against,) = plain
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else rn.METRICS[0].name
     reached = not runs or any(run.numbers().get(score) is not None for run in runs)
     metric = score if reached else "client_accuracy"
+    if against is not None:
+        check_choice("--against", against, names)
+    elif len(names) > 1 and not any(map(OTHER_DATA.match, shown)):
+        against = _reference(dict(zip(names, groups, strict=True)), BY_NAME[metric])
     other = groups[names.index(against)] if against is not None else []
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
@@ -307,6 +305,17 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         warnings=tuple(f"{folder}: {text}" for folder, text in said if text),
         against=against,
     )
+
+
+def _reference(groups: Mapping[str, Sequence[Run]], metric: Metric) -> str | None:
+    """Return the only group without privacy, else the one with the best mean, if there is one."""
+    plain = [name for name, runs in groups.items() if not runs[0].is_private]
+    means = {
+        name: Statistics.of(tuple(map(metric.read, runs))).mean for name, runs in groups.items()
+    }
+    reached = {name: mean for name, mean in means.items() if mean is not None}
+    best = max if metric.is_score else min
+    return plain[0] if len(plain) == 1 else best(reached, key=lambda n: reached[n], default=None)
 
 
 def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Path]) -> list[str]:

@@ -49,7 +49,9 @@ CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
     "accuracy": ("Accuracy", "accuracy", PERCENT, ("train_accuracy", "validation_accuracy")),
     "closeness": (
-        *("Closeness: 1 - absolute error / range", "closeness", PERCENT),
+        "Closeness: 1 - absolute error / range",
+        "closeness",
+        PERCENT,
         ("train_closeness", "validation_closeness"),
     ),
     "entropy": ("Entropy of the alphas", "nats per edge", FROM_ZERO, ("alpha_entropy",)),

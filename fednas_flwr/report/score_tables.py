@@ -308,13 +308,15 @@ def phase_table(phases: Sequence[Event]) -> HeadAndRows:
     a record's loss was clipped: differences of rewards below the noise mean little.
     """
     configuration = list(phases[0]["configuration"])
-    noised = any(event.get("noise") for event in phases)
+    noise: Cells = [
+        ("its noise (std)", lambda event: tp.figures(event["noise"], 3)),
+        ("loss bound M", lambda event: tp.figures(event["loss_bound"], 3)),
+    ]
     columns: Cells = [
         ("before round", lambda event: str(event["round"])),
         ("tried", lambda event: str(event["kappa"])),
         ("best reward", _best_reward),
-        *([("its noise (std)", lambda event: tp.figures(event["noise"], 3))] if noised else []),
-        *([("loss bound M", lambda event: tp.figures(event["loss_bound"], 3))] if noised else []),
+        *(noise if any(event.get("noise") for event in phases) else []),
         ("chosen", lambda event: str(event["best"])),
         ("its estimate", lambda event: tp.figures(event["estimates"][event["best"]], 3)),
         *((name.replace("_", " "), partial(_chosen, name)) for name in configuration),

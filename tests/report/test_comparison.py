@@ -52,7 +52,8 @@ def test_a_narrow_screen_shows_every_group_and_number(make_run):
     comparison = compare_runs([make_run(name, algorithm=name) for name in names])
     text = printed(print_comparison, comparison, width=70)
     assert max(len(line) for line in text.splitlines()) <= 70
-    assert all(text.count(f" {name} ") == 2 for name in names)  # as name and as setting
+    title = text.count("difference from fed_darts")  # once in each of the parts
+    assert [text.count(f" {name} ") for name in names] == [2 + title, 2, 2, 2, 2]  # and as setting
     assert text.count(" 90.0 ") == len(names)
     assert "…" not in text
 
@@ -121,6 +122,14 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     assert head[2] == "difference from fnas (95 %)"
     half = 12.706 * statistics.stdev([5.0, 3.0]) / math.sqrt(2)  # Student's t of 1 degree
     assert [row[2] for row in rows] == [f"+4.0 ± {half:.1f}", "–"]
+    for seed in (1, 2, 3):
+        make_run(f"sweep/third{seed}", seed=seed, algorithm="fednas", accuracy=ours[seed] - 0.2)
+    comparison = compare_runs([tmp_path / "sweep"])  # against the best
+    assert [row[2] for row in comparison.table()[1]] == ["–", "−4.0 ± 12.7", "−20.0 ± 0.0"]
+    assert comparison.notes[-2:] == [
+        "Clearly worse than fed_darts: fednas.",
+        "Not shown to differ, as the interval includes 0, from fed_darts: fnas.",
+    ]
     refuses("--against", compare_runs, [tmp_path / "sweep"], against="feathers")
 
 

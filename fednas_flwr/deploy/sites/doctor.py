@@ -284,8 +284,9 @@ def _site_records(folder: Path, settings: Settings) -> str:
             f"{MORE_RECORDS:g} times as many may be refused: set records there to a round number "
             "near them, and keep it."
         )
-    few = [f"policy.yaml declares {declared:,}: more noise than need be"]
-    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *notes])
+    if number < declared / MORE_RECORDS:
+        words += f"; policy.yaml declares {declared:,}: more noise than need be"
+    return "; ".join([words, *notes])
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from inspect import signature
 from pathlib import Path
 from string import Template
 from typing import Annotated
@@ -128,18 +129,12 @@ def general_name(address: str) -> x509.GeneralName:
         return x509.DNSName(address)
 
 
-_USAGES = (
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
-    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
-)
-
-
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
 def _usage(*usages: str) -> x509.KeyUsage:
-    return x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True))
+    return x509.KeyUsage(**{name: name in usages for name in signature(x509.KeyUsage).parameters})
 
 
 def _write(

@@ -68,11 +68,12 @@ def _gdp_delta(epsilon: float, mu: float) -> float:
 
 
 Accountant = Callable[[Sequence[Release], float], float]
+_HIGH_ORDERS = (36, 40, 44, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
 RDP_ORDERS = (
     *(1 + tenth / 10 for tenth in range(1, 40)),
     *(half / 2 for half in range(10, 22)),
     *range(11, 33),
-    *(36, 40, 44, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024),
+    *_HIGH_ORDERS,
 )
 # Limits of the numerical accountant: above this epsilon nothing is private, and below this delta
 # the rounding of its Fourier transforms shows. Beyond them the Renyi bound is returned.
