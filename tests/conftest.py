@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retraining, make_search
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
+from fednas_flwr.base.randomness import seed_all
 from fednas_flwr.cli import main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
@@ -87,7 +88,7 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup():
     """Let what a test draws depend on nothing that ran before it."""
-    torch.manual_seed(0)
+    seed_all(0)
     np.random.seed(0)
     random.seed(0)
 
