@@ -51,8 +51,7 @@ def answer(client: Client, request: Request) -> Reply:
         client = client.standardised(request.statistics)
     part = begin_sum(client, request)
     request = replace(request, states=restore_sent(request.states))
-    header = request.header
-    threads = torch.get_num_threads()
+    header, threads = request.header, torch.get_num_threads()
     torch.set_num_threads(client.threads)
     try:
         with torch.random.fork_rng(enabled=True):
