@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retraining, make_search
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
+from fednas_flwr.base.randomness import seed_all
 from fednas_flwr.cli import main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
@@ -46,9 +47,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 compose_by_hydra = hydra_config.compose
 hydra_config.compose = remembering(compose_by_hydra)
-# of a minute or more
-LONGEST = "generated_settings runtimes audit_run stopped private_actions private_run api config"
-LONGEST_FILES = tuple(f"test_{name}.py" for name in LONGEST.split())
+LONGEST = "several_labels audit_run private_actions own_parts private_run hostile_properties config"
+LONGEST += " groups private_clients data_free_scores generated_settings runtimes api stopped"
 
 
 WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items):
         whole = WHOLE_RUNS & set(getattr(item, "fixturenames", ()))
         if whole or any(map(item.get_closest_marker, OTHER_RUNS)):
             item.add_marker(pytest.mark.run)
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
@@ -87,7 +87,7 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup():
     """Let what a test draws depend on nothing that ran before it."""
-    torch.manual_seed(0)
+    seed_all(0)
     np.random.seed(0)
     random.seed(0)
 

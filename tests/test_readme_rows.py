@@ -81,21 +81,21 @@ LABELLED = "a folder with images and a table of their labels"
 SEVERAL, PRIVATE = "records with several labels", "partners whose records must stay private"
 SMALL = ("retrain.rounds=1", "trackers=[]", "runtime.threads=1")
 SIZES = ("dataset.image_size=8", "retrain.channels=4", "retrain.num_cells=1")
-FEW = ("algorithm.eta=2", "algorithm.local_epochs=1", "search_space.num_cells=1")
+FEW = ("algorithm.eta=2", "algorithm.local_epochs=1", "algorithm.pool.draws=8")
 DATA_FREE = ("algorithm.draws=4", "algorithm.shortlist={keep: 2, scores: [multiply_adds]}")
 MLP = ("search_space=mlp_small", "'dataset.ranges={age: [0, 120], chol: [0, 600]}'")
 TYPED = ("dataset=csv", "dataset.root=<file>", *MLP)
 IMAGE = ("dataset=image_folder", "dataset.root=<folder>")
-THIN = (*SIZES, *DATA_FREE, "search_space.num_cells=1", "evaluation.baselines=0")
+ONE = ("search_space.num_cells=1", "evaluation.baselines=0")
 COMMANDS = {  # row, fragments of code in it, further settings, data, sizes
-    "images": (IMAGES, [0], (), image_folder, (*SIZES, *FEW, "evaluation.baselines=0")),
+    "images": (IMAGES, [0], (), image_folder, (*SIZES, *FEW, *ONE)),
     "labels file": (LABELLED, [0], (), labelled, (*SIZES, "rounds=1", "search_space.channels=4")),
-    "table": (TABLE, [0], (), plain, (*FEW[:2], "evaluation.baselines=1")),
+    "table": (TABLE, [0], (), plain, (*FEW, "evaluation.baselines=1")),
     "arrays with several labels": (SEVERAL, [0], (), arrays, ("rounds=1", *SIZES[1:])),
     "columns of labels": (SEVERAL, [2, 3], MLP[:1], marks, ("rounds=1",)),
     "lists of labels": (SEVERAL, [2, 4], MLP[:1], lists, ("rounds=1",)),
     "private table": (PRIVATE, [0], TYPED, plain, (*DATA_FREE, "evaluation.baselines=0")),
-    "private images": (PRIVATE, [0], IMAGE, image_folder, THIN),
+    "private images": (PRIVATE, [0], IMAGE, image_folder, (*SIZES, *DATA_FREE, *ONE)),
 }
 
 

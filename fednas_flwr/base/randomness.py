@@ -29,6 +29,11 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, *purpose))
 
 
+def seed_all(seed: int) -> None:
+    """Seed torch's global generators; of a CPU alone without a text of the stack per device."""
+    (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
+
+
 @contextmanager
 def seeded(seed: int, *purpose: int | str) -> Iterator[None]:
     """Seed torch's global generators inside the block and restore them after it.
@@ -36,5 +41,5 @@ def seeded(seed: int, *purpose: int | str) -> Iterator[None]:
     For code that cannot take a generator: module initialisation, dropout, drop-path.
     """
     with torch.random.fork_rng():
-        torch.manual_seed(derive_seed(seed, *purpose))
+        seed_all(derive_seed(seed, *purpose))
         yield

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.base.randomness import derive_seed
+from fednas_flwr.base.randomness import derive_seed, seed_all
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
@@ -51,15 +51,13 @@ def answer(client: Client, request: Request) -> Reply:
         client = client.standardised(request.statistics)
     part = begin_sum(client, request)
     request = replace(request, states=restore_sent(request.states))
-    header = request.header
-    threads = torch.get_num_threads()
+    header, threads = request.header, torch.get_num_threads()
     torch.set_num_threads(client.threads)
     try:
         with torch.random.fork_rng(enabled=True):
             purpose = (header.stage, header.round, client.index, request.action)
-            private = client.guard is not None
-            seed = secrets.randbits(63) if private else derive_seed(client.seed, *purpose)
-            torch.manual_seed(seed)
+            known = derive_seed(client.seed, *purpose)
+            seed_all(known if client.guard is None else secrets.randbits(63))
             handler, public = ANSWERS[request.action], ACTIONS[request.action].is_public
             if client.guard is not None and client.guard.allowed.unit == CLIENT and not public:
                 reply = noised_update(client, request, handler)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.randomness import derive_seed, make_generator
+from fednas_flwr.base.randomness import derive_seed, make_generator, seed_all
 from fednas_flwr.client import kept_models, local_training
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
@@ -486,7 +486,7 @@ def _exact_sums(
     if isinstance(asked, rq.TakeNetworkGradient):
         # A round has many steps, and their draws must differ.
         purpose = (request.action, client.index, asked.step)
-        torch.manual_seed(derive_seed(client.seed, *purpose))
+        seed_all(derive_seed(client.seed, *purpose))
         generator = make_generator(client.seed, *purpose)
         asked = asked.at_client(_num_records(client, asked.split))
         batches = _step_batches(client, asked.split, asked, first=asked.step, generator=generator)

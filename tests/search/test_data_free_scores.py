@@ -12,7 +12,7 @@ from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import data_free_scores
-from fednas_flwr.search.data_free_scores import SCORES, combine, learning, measure
+from fednas_flwr.search.data_free_scores import MEASURES, SCORES, combine, learning, measure
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.genotype import to_json
@@ -202,7 +202,7 @@ def test_combine_adds_logarithms_of_ranks():
 
 @pytest.mark.run
 def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, monkeypatch):
-    monkeypatch.setattr(data_free_scores, "learning", functools.partial(learning, steps=2))
+    monkeypatch.setitem(MEASURES, ("learning",), functools.partial(learning, steps=2))
     genotype = genotype_of(space)
     with seeded(1, "elsewhere"):
         before = torch.get_rng_state()
@@ -210,12 +210,10 @@ def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, m
         assert torch.equal(torch.get_rng_state(), before)
     assert list(found) == list(SCORES)
     assert all(math.isfinite(value) for value in found.values()), found
-    assert measure(space, genotype, SCORES, seed=3) == found
-    for name in ("trainability", "synflow", "learning"):  # alone and in another order
-        assert measure(space, genotype, [name], seed=3) == {name: found[name]}
-    other = measure(space, genotype, SCORES, seed=4)
-    counted = {"parameters", "multiply_adds"}
-    assert {name for name in SCORES if other[name] == found[name]} == counted
+    for names in (["trainability", "progressivity", "expressivity"], ["synflow"], ["learning"]):
+        assert measure(space, genotype, names, seed=3) == {name: found[name] for name in names}
+    new = measure(space, genotype, SCORES, seed=4)
+    assert {name for name in SCORES if new[name] == found[name]} == {"parameters", "multiply_adds"}
     network = space.network(genotype)
     assert found["parameters"] == count_parameters(network)
     assert found["multiply_adds"] == count_multiply_adds(network, space.input_shape)
