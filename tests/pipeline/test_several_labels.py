@@ -353,8 +353,7 @@ def test_private_clients_learn_within_the_declared_range(overrides, finished_run
 def test_secure_sums_tell_the_errors_of_all_records(finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
     own = (*halves(tmp_path, stays()), *RANGES, *LINEAR_OF_THREE)
-    run = finished_run(*own, *private, "secure_sum=true")
-    evaluated = run.the("evaluated")
+    evaluated = finished_run(*own, *private, "secure_sum=true").the("evaluated")
     assert evaluated["total"]["sites"] == 3
     assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
     assert "accuracy" not in evaluated["total"]
