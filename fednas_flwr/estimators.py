@@ -28,6 +28,7 @@ from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.rehearsal import SELF_TESTS
 from fednas_flwr.data.notation import are_numbers, merging_key
+from fednas_flwr.data.npz import plain
 from fednas_flwr.data.table_files import texts_of
 from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
@@ -124,7 +125,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             ValueError: The data is not of this form.
             ConfigError: The run is not possible with these settings and records.
         """
-        X, site = _frame(X), None
+        X, site = plain(X), None
         if y is None and label is not None:
             y, X = _taken(X, label)
         if y is None:
@@ -162,7 +163,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             y: As in :meth:`fit`.
             label: As in :meth:`fit`.
         """
-        X = _frame(X)
+        X = plain(X)
         y = X[label] if y is None else y
         X = self._checked(X)
         found = permutation_importance(self, X, y, random_state=self.random_state)
@@ -250,7 +251,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Return features checked by scikit-learn; columns of a DataFrame may be of any kind."""
-        X = _frame(X)
+        X = plain(X)
         if isinstance(X, pd.DataFrame):
             known = getattr(self, "feature_names_in_", X.columns)
             if not reset and {*known} <= {*X.columns}:
@@ -314,8 +315,8 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
                 f"y has one class, {self.classes_[0]}: a classifier needs two or more."
             )
         names = [*map(str, self.classes_)]
-        if padded := [name for name in names if name.splitlines() != [name.strip()]]:
-            raise ValueError(f"the class {padded[0]!r} has outer blanks or line breaks: change it.")
+        if padded := [name for name in names if name != name.strip()]:
+            raise ValueError(f"the class {padded[0]!r} has outer blanks: change it.")
         return y.astype(str)
 
 
@@ -451,19 +452,6 @@ def _folder_of_a_fit(cache: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fit-", dir=cache))
     (folder / SELF_TESTS).symlink_to((cache / SELF_TESTS).resolve())
     return folder
-
-
-def _frame(data: Any) -> Any:
-    """Return a frame of another library or of levels, or a masked array, as a plain one."""
-    if isinstance(data, np.ma.MaskedArray):
-        return np.ma.filled(data.astype(float), np.nan)
-    if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
-        return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
-    if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):
-        return data
-    import pyarrow
-
-    return pyarrow.table(data).to_pandas()
 
 
 @lru_cache(maxsize=8)

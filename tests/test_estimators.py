@@ -211,9 +211,8 @@ def test_records_without_a_class_or_a_group_are_refused():
     X, y, fit = np.eye(60), np.array(["a", "b"] * 30, dtype=object), FedClassifier().fit
     refuses("no class in record 1", fit, X, np.where(y == "b", None, y), error=ValueError)
     refuses(r"site is empty in \d+ rows", fit, X, y, groups=[None, "a", "b"] * 20)
-    for name in ("a\nb", "b "):
-        odd = np.where(y == "b", name, y)
-        refuses("has outer blanks or line breaks: change", fit, X, odd, error=ValueError)
+    for name, told in {"a\nb": "a printable line of up to", "b ": "outer blanks: change"}.items():
+        refuses(told, fit, X, np.where(y == "b", name, y), error=ValueError)
     refuses(r"site is empty in 1\d rows", fit, X, y, groups=[None, "NA", "b"] * 20)
     for names in (["true", "TRUE", "False"], ["1", "1.0", "2"]):
         refuses("some are read as one: give them", fit, X, np.resize(names, 60), error=ValueError)
@@ -259,7 +258,7 @@ def test_columns_of_levels_and_what_draws_seeds_are_taken(tmp_path, asked, draws
     )
     assert one == again != other
     assert columns[0] == ["('a', 'b')", "label"]
-    assert np.isnan(estimators._frame(np.ma.array([[1, 2]], mask=[[0, 1]]))).tolist() == [[0, 1]]
+    assert np.isnan(estimators.plain(np.ma.array([[1, 2]], mask=[[0, 1]]))).tolist() == [[0, 1]]
 
 
 def test_columns_of_types_of_pandas_are_what_they_say(tmp_path):
@@ -376,6 +375,5 @@ def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     with warnings.catch_warnings(action="ignore"):
         model = estimator(preset="fast", settings=TINY)
         results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
-    failed = [one["check_name"] for one in results if one["status"] == "xfail"]
-    assert failed == [*EXPECTED]
+    assert [one["check_name"] for one in results if one["status"] == "xfail"] == [*EXPECTED]
     assert len(results) > 50

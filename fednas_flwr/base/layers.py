@@ -236,8 +236,7 @@ class _Depthwise(torch.autograd.Function):
         ctx.stride, ctx.dilation = stride, dilation
         ctx.shapes = [w.shape for w in weights]
         wide = _repeat(x, len(kernel))
-        padding = dilation * (size // 2)
-        return F.conv2d(wide, kernel, None, stride, padding, dilation, len(kernel))
+        return F.conv2d(wide, kernel, None, stride, dilation * (size // 2), dilation, len(kernel))
 
     @staticmethod
     @once_differentiable

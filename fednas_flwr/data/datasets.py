@@ -33,7 +33,7 @@ from fednas_flwr.data.site_tables import join_tables, read_site_tables
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision, uniform
-from fednas_flwr.settings.parser import parse
+from fednas_flwr.settings.parser import A_LINE, check_range, is_line, parse
 
 # To be raised whenever the same source would give other prepared records.
 _CACHE_VERSION = 17
@@ -164,6 +164,8 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
             "choose another folder, or make room."
         ) from error
     train = parts["train"]
+    for name in train.class_names:
+        check_range(is_line(name), "the class", name, f"{A_LINE}: rename it in the data")
     mean, std = _normalisation(train, dataset)
     intensity, target = intensity_of(dataset), _target(train, dataset, mean)
     return Prepared(train, parts.get("server_test"), mean, std, intensity, transform, target)

@@ -87,7 +87,7 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    remarks, arrays = list[str](), {name: np.asarray(array) for name, array in arrays.items()}
+    remarks, arrays = list[str](), {name: np.asarray(plain(of)) for name, of in arrays.items()}
     if settings.corrupt != "skip":
         before, arrays = [*arrays], usual_names(arrays)
         renamed = {old: new for old, new in zip(before, arrays, strict=True) if old != new}
@@ -95,7 +95,7 @@ def records_from_npz(
             remarks = [f"{' and '.join(renamed)} are taken as {' and '.join(renamed.values())}"]
         said = {name: usual_labels(y) for name, y in arrays.items() if name.startswith("y_")}
         texts = [y.tolist() for y in said.values() if y.dtype.kind == "U" and y.ndim == 1]
-        found = sorted({text for of in texts for text in of})
+        found = sorted({text for of in texts for text in of} - {""})
         settings = replace(settings, class_names=settings.class_names or found)
         changed = {n: numbered(y, settings.class_names, origin) for n, y in said.items()}
         changed |= {name: usual_pixels(x) for name, x in arrays.items() if name.startswith("x_")}
@@ -120,6 +120,25 @@ def records_from_npz(
             read.append(replace(records_from_arrays(features, labels, class_names), notes=notes))
     read[0] = replace(read[0], notes=(*remarks, *read[0].notes))
     return read[0], read[1] if len(read) > 1 else None
+
+
+def plain(data: Any) -> Any:
+    """Return a tensor or a masked array of numbers as a plain array, NaN where it is masked.
+
+    Frames of other libraries, and those of several levels of columns, become plain frames.
+    """
+    if isinstance(data, torch.Tensor):
+        data = data.detach().cpu()
+        return (data.float() if data.dtype == torch.bfloat16 else data).numpy()
+    if isinstance(data, np.ma.MaskedArray) and data.dtype.kind in "fiub":
+        return np.ma.filled(data.astype(float), np.nan)
+    if not hasattr(data, "iloc") and hasattr(data, "__arrow_c_stream__"):
+        import pyarrow
+
+        return pyarrow.table(data).to_pandas()
+    if getattr(getattr(data, "columns", None), "nlevels", 1) > 1:
+        return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
+    return data
 
 
 def usual_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -168,6 +187,8 @@ def usual_labels(labels: np.ndarray) -> np.ndarray:
         labels = labels[:, 0]
     if labels.dtype.kind == "S":
         labels = np.char.decode(labels)
+    if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.flat):
+        labels = labels.astype(str)
     return np.char.strip(labels) if labels.dtype.kind == "U" else labels
 
 

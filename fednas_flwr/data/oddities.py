@@ -32,6 +32,7 @@ _UNKNOWN = re.compile(
     re.I,
 )
 _OF_LISTS = " []'\""  # signs in a list such as ['a', 'b']
+_FRACTION = re.compile(r"-?\d*\.0*[1-9]\d*")
 _PLACE = re.compile(r"[NSEW] ?\d+\.\d\d")
 _WORD = re.compile(r"[^\W\d_]{2}")
 # Cyrillic and Greek letters that look like Latin ones, small or large
@@ -168,7 +169,8 @@ def _of_labels(records: Records) -> Iterator[str]:
     codes += _marks(records.class_names)
     for name in [name for name in records.class_names if name in codes][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
-    are_many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
+    are_many = len(counts) > _MOST_CLASSES or any(map(_FRACTION.fullmatch, records.class_names))
+    are_many &= len(counts) > 2 and bool(are_numbers(records.class_names).all())
     if records.label and not records.multi_label and (are_many or _are_counts(records, counts)):
         yield (
             f"the label has {len(counts)} classes that are numbers: if it is a number to predict, "
@@ -258,8 +260,7 @@ def _of_columns(records: Records) -> Iterator[str]:
         return
     names = list(records.feature_names)
     side = math.isqrt(len(names))
-    is_square = side**2 == len(names) >= _FEWEST_PIXELS
-    whole = is_square and not (records.features % 1).any()
+    whole = side**2 == len(names) >= _FEWEST_PIXELS and not (records.features % 1).any()
     if whole and records.features.min() >= 0 and records.features.max() > 127:
         yield (
             f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "

@@ -91,8 +91,7 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 def _read(data: Any, inputs: Inputs) -> RawData:
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
-    if hasattr(data, "to_pandas") and inputs.is_table:  # from polars, pyarrow, ...
-        data = data.to_pandas()
+    data = npz.plain(data)
     if hasattr(data, "iloc") and hasattr(data, "columns") and inputs.is_table:
         texts = table_files.texts_of(data)
         if "Unnamed: 0" in texts:  # pandas' name of a first column without a name
@@ -283,7 +282,7 @@ def _row_labels(
         if texts.keys() >= set(names):
             labels = torch.from_numpy(label_marks(texts, names, where=where)).long()
     elif inputs.target and np.isfinite(cells.numbers).all():
-        labels = torch.from_numpy(cells.numbers) if len(cells) else None
+        labels = torch.tensor(cells.numbers) if len(cells) else None
     elif inputs.label in texts and not inputs.target:
         with suppress(ConfigError):  # a text that is no class
             separator = inputs.label_separator if inputs.multi_label else None
@@ -306,10 +305,8 @@ def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
 
 
 def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
-    if isinstance(data, np.ma.MaskedArray) and inputs.is_table and data.dtype.kind in "fiub":
-        data = np.ma.filled(data.astype(float), np.nan)
     try:
-        array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
+        array = np.asarray(data)
     except ValueError as error:
         raise ConfigError(f"{where} has rows or images of several shapes: {error}.") from error
     names = feature_names(inputs.schema)

@@ -167,30 +167,38 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
 def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
     """Return the records of the train part and of the test part, unless that is None.
 
+    Of three parts the second is for validation. A loader's sampler may choose some of the examples.
+
     Raises:
         ConfigError: A part is not a torch data set or loader of (example, class) with a length.
     """
     import numpy as np
+    from torch.utils.data import DataLoader, Subset
 
-    from fednas_flwr.data.npz import records_from_npz
+    from fednas_flwr.data.npz import plain, records_from_npz
 
     arrays: dict[str, np.ndarray] = {}
     classes: list[str] = []
-    for part, part_data in zip(("train", "test"), parts, strict=False):
-        if part_data is None:
+    names = ("train", "val", "test") if len(parts) > 2 else ("train", "test")
+    for part, data in zip(names, parts, strict=False):
+        if data is None and arrays:
             continue
-        data = getattr(part_data, "dataset", part_data)  # a loader has a data set
         try:
+            if isinstance(data, DataLoader):
+                whole: Any = data.dataset
+                data = Subset(whole, getattr(data.sampler, "indices", range(len(whole))))
             items = (data[index] for index in range(len(data)))
             pairs = (item.values() if isinstance(item, Mapping) else item for item in items)
             examples, labels = zip(*pairs, strict=True)
-            arrays[f"x_{part}"] = np.stack([np.asarray(example) for example in examples])
+            arrays[f"x_{part}"] = np.stack([np.asarray(plain(example)) for example in examples])
             arrays[f"y_{part}"] = np.stack([np.asarray(label) for label in labels])
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(
-                f"the reader of your own returns {type(part_data).__name__} ({error}): expected "
+                f"the reader of your own returns {type(data).__name__} ({error}): expected "
                 "Records, or torch data sets whose items are (example, class) of one shape."
             ) from error
+        while isinstance(data, Subset):
+            data = data.dataset
         classes = classes or list(map(str, getattr(data, "classes", ())))
     settings: Any = data_settings("npz", {"class_names": classes})
     return records_from_npz(settings, arrays, origin="the reader of your own")
@@ -221,12 +229,11 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
 
         found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
         if isinstance(found, Mapping) and "train" in found:
-            found = found["train"], found.get("test")
+            found = found["train"], found.get("validation", found.get("val")), found.get("test")
         parts = found if isinstance(found, tuple) else (found, None)
-        return parts if isinstance(parts[0], Records) else _from_torch(parts)
+        return (parts[0], parts[-1]) if isinstance(parts[0], Records) else _from_torch(parts)
 
-    shared = get_type_hints(OwnSettings)
-    more = [setting for setting in taken if setting not in shared]
+    more = [setting for setting in taken if setting not in get_type_hints(OwnSettings)]
     settings = make_dataclass(
         "ReaderSettings", [(s, hints[s]) for s in more], bases=(OwnSettings,), frozen=True
     )

@@ -203,8 +203,7 @@ def _scaled(text: str, factor: float) -> str:
 def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
     key = notation.code_key([text for text in spellings if text != BLANK])
     others = {key(text): other for text, other in spellings.items() if text != BLANK}
-    blank = spellings.get(BLANK, "")
-    return lambda text: others.get(key(text), text) if text else blank
+    return lambda text: others.get(key(text), text) if text else spellings.get(BLANK, "")
 
 
 def notation_of(form: TableForm) -> notation.Notation:

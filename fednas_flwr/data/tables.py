@@ -207,8 +207,7 @@ def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
 def inputs_at(settings: CSV, inputs: records.Inputs) -> records.Inputs:
     """Return the inputs of a model with the file's format, label and id column of one site."""
     label = "" if settings.labels else settings.label
-    person = settings.id_column or ""
-    return replace(inputs, form=form_of(settings), label=label, id_column=person)
+    return replace(inputs, form=form_of(settings), label=label, id_column=settings.id_column or "")
 
 
 def label_columns(settings: LabelTable) -> list[str]:
@@ -280,7 +279,11 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]
+    unnamed = [n for n in texts if n not in names and n not in no_features]
     notes: tuple[str, ...] = ()
+    if unnamed and not settings.strict:
+        said = "left out, as no feature in dataset.numeric, dates or categorical: these name all"
+        notes = (f"{listed(unnamed, 5)} {said}, if one is set",)
     if settings.corrupt == "skip":
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts

@@ -526,8 +526,7 @@ def _findings(exchange: _Exchange, miss: float) -> Iterator[audit.Finding]:
         int((one[kind] != other[kind])[part].sum()) for kind in one for part in parts[kind].values()
     ]
     tests = {kind: exchange.test(kind, parts[kind], miss=each) for kind in one}
-    noised = [count for count in counts if count]
-    amounts = _amounts(exchange, tests.values(), noised, miss=each)
+    amounts = _amounts(exchange, tests.values(), [count for count in counts if count], miss=each)
     drawn = SAMPLES if amounts.canaries else 0
     # sums of two steps, enough values of each kind; none if replies hide them
     pairs = min(MOST_REPLIES // 2, max(2, math.ceil(REPEATED / min(map(len, one.values())))))

@@ -248,8 +248,7 @@ def _add_number(
     if column.name in form.scale:
         factor, name = constant(f"{place} factor", form.scale[column.name]), f"{place} scaled"
         nodes.append(helper.make_node("Mul", [place, factor], [name]))
-    missing = form.missing_in.get(column.name, form.missing_values)
-    texts = [*missing, *form.map.get(column.name, {})]
+    texts = [*form.missing_in.get(column.name, form.missing_values), *form.map.get(column.name, {})]
     texts = [text for text in texts if not math.isnan(number_of(plain(text)))]
     read = _read([*texts, ""], column, form).numbers.tolist()
     for i, (text, value) in enumerate(zip([*texts, ""], read, strict=True)):

@@ -437,8 +437,7 @@ class OneLayer(nn.Module):
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, *, width: int) -> None:
         """Build both; ``width`` is the number of units."""
         super().__init__()
-        features = math.prod(input_shape)
-        dense = (nn.Linear(features, width), nn.ReLU(), nn.Linear(width, num_classes))
+        dense = (nn.Linear(math.prod(input_shape), width), nn.ReLU(), nn.Linear(width, num_classes))
         self.layer = nn.Sequential(nn.Flatten(), *dense)
         self.beside = linear(input_shape, num_classes)
 

@@ -80,8 +80,7 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
         counts: Sum over all clients [2 B], in the order of :func:`one_hot`.
         noise: Standard deviation of the noise in each count, 0 or more.
     """
-    counts_2B = counts.double().view(2, BINS)
-    sums = (counts_2B.view(2, -1, width).sum(2) for width in WIDTHS)
+    sums = (counts.double().view(2, -1, width).sum(2) for width in WIDTHS)
     scores = (_scores(of, noise * math.sqrt(BINS / of.shape[1])) for of in sums)
     return next((one for one in scores if one is not None), None)
 
@@ -170,8 +169,7 @@ def corrected(network: nn.Module, line: NoisedScores, *, positive: int, x: Tenso
         parameter.mul_(line.slope)
     for layer in [layer for layer in last if layer.bias is not None][:1]:
         layer.bias.add_(shift_2)
-    is_equal = torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3 * line.slope)
-    return made if is_equal else network
+    return made if torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3 * line.slope) else network
 
 
 def planned_noise(error: float, *, records: float, rarer: float) -> float:

@@ -498,8 +498,7 @@ def as_latex(comparison: Comparison) -> str:
 def as_markdown(comparison: Comparison) -> str:
     """Return the table, and the runs that were not counted."""
     table = Markup("\n".join(markdown_table(*comparison.table())))
-    text = templates.render("compare.md.j2", comparison=comparison, table=table)
-    return text.strip() + "\n"
+    return templates.render("compare.md.j2", comparison=comparison, table=table).strip() + "\n"
 
 
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -296,8 +296,7 @@ class Run:
     def _spending(self) -> list[Event]:
         """Return what clients have reported of their budgets since the ``privacy`` event."""
         later = takewhile(lambda event: event["event"] != "privacy", reversed(self.events))
-        found = (event["clients"] for event in later if event["event"] == "privacy_spent")
-        return next(found, [])
+        return next((event["clients"] for event in later if event["event"] == "privacy_spent"), [])
 
     def attempts(self) -> list[list[Event]]:
         """Return the events of each process that worked on the run, oldest first."""

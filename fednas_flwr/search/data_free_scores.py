@@ -281,8 +281,7 @@ def _entropy(feature: Tensor) -> Tensor:
     """The entropy in nats of the shares of variance of a feature's principal components."""
     positions_PC = feature.movedim(1, -1).flatten(0, -2)
     centred_PC = positions_PC - positions_PC.mean(dim=0)
-    covariance = centred_PC.T @ centred_PC / len(centred_PC)
-    eigenvalues = torch.linalg.eigvalsh(covariance).clamp(min=0)
+    eigenvalues = torch.linalg.eigvalsh(centred_PC.T @ centred_PC / len(centred_PC)).clamp(min=0)
     shares = eigenvalues / eigenvalues.sum().clamp(min=torch.finfo(feature.dtype).tiny)
     return torch.special.entr(shares).sum()
 

@@ -474,7 +474,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     Attributes:
         numeric: Columns of numbers. If ``numeric``, ``dates`` and ``categorical`` are all empty,
             columns that hold only numbers are numeric, those that hold only dates are dates, and
-            all others are categorical.
+            all others are categorical; else these three name all features.
         dates: Columns of dates, which become days since 1970.
         categorical: Columns of categories, one feature ``column=value`` per category.
         categories: Categories by column, if the data may lack some; by default those found, sorted.

@@ -128,8 +128,7 @@ def for_hydra(overrides: Sequence[str], known: Mapping[str, Any] | None = None) 
 def _has(tree: Any, key: str) -> bool:
     """Return true if a tree has a dotted key."""
     first, _, rest = key.partition(".")
-    inside = isinstance(tree, Mapping) and first in tree
-    return inside and (not rest or _has(tree[first], rest))
+    return isinstance(tree, Mapping) and first in tree and (not rest or _has(tree[first], rest))
 
 
 def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:

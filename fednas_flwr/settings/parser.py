@@ -120,7 +120,8 @@ def is_line(text: str) -> bool:
     return len(text) <= LONGEST_LINE and text.isprintable()
 
 
-Line = Annotated[str, Where(is_line, "a line of text")]
+A_LINE = f"a printable line of up to {LONGEST_LINE} characters"
+Line = Annotated[str, Where(is_line, A_LINE)]
 
 
 @dataclass(frozen=True)

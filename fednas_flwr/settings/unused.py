@@ -334,8 +334,7 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
     if rule := idle.get(f"{name}="):
         return rule
     for end in range(len(parts), 0, -1):
-        whole = ".".join(parts[:end])
-        rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
+        rule = idle.get(".".join(parts[:end])) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
         if rule is not None:
             return None if _asks_nothing(config, name) else rule
     return None

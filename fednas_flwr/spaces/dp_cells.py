@@ -146,8 +146,7 @@ class DPCellNetwork(operations.SkipNetwork):
         how: Any = {"norm": norm, "affine": False, "most_groups": groups}
 
         def normed(convolution: nn.Conv2d) -> nn.Sequential:
-            after = operations.make_norm(convolution.out_channels, **how)
-            return nn.Sequential(convolution, after)
+            return nn.Sequential(convolution, operations.make_norm(convolution.out_channels, **how))
 
         self.stem = normed(nn.Conv2d(channels, widths[0], 3, padding=1, bias=False))
         channels = widths[0]

@@ -231,9 +231,8 @@ class SearchSpace(parser.Checked):
 
     def likeliest(self, alphas: Mapping[str, Tensor]) -> Genotype:
         """Return the genotype with the largest alpha's op on every edge; ties go to the lowest."""
-        rows = alphas[self.kinds[0]].detach().tolist()
         # max() keeps the first of equals, which torch.argmax does not guarantee.
-        pairs = zip(rows, self.offered, strict=True)
+        pairs = zip(alphas[self.kinds[0]].detach().tolist(), self.offered, strict=True)
         return self.genotype(max(columns, key=row.__getitem__) for row, columns in pairs)
 
     def random_genotype(self, generator: torch.Generator) -> Genotype:

@@ -90,8 +90,7 @@ def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(
         assert event["noise"] == 0
         supernet = supernet_after(searched, event["round"]).eval()
         for path, reward in zip(event["paths"], event["rewards"], strict=True):
-            accuracy = accuracy_of(Candidate(supernet, path), searched.clients)
-            assert reward == pytest.approx(accuracy)
+            assert reward == pytest.approx(accuracy_of(Candidate(supernet, path), searched.clients))
     best = max(rewarded[-1]["rewards"])
     assert searched.strategy.values["reward"] == best
     path = searched.strategy.space.path(searched.strategy.derive())

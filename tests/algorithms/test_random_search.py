@@ -49,8 +49,7 @@ def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
     exchange, _ = searched.asked[-1]
     network = make_network(exchange.settings.network)
     load_states(network, exchange.states)
-    pooled = accuracy_of(network.eval(), searched.clients)
-    assert accuracies(searched)[-1] == pytest.approx(pooled)
+    assert accuracies(searched)[-1] == pytest.approx(accuracy_of(network.eval(), searched.clients))
 
 
 def test_without_trials_the_first_candidate_is_taken(search):

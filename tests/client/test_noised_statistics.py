@@ -366,8 +366,7 @@ def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies,
 
     lies("query.describe", lie)
     monkeypatch.setattr("fednas_flwr.client.answer.check_fields", lambda *_: None)
-    folder = run(compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")).folder
-    finished = read_run(folder)
+    finished = read_run(run(compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")).folder)
     assert len(finished.of_kind("statistics")) == 1
     assert not finished.of_kind("client_failed") + finished.of_kind("client_left")
 

@@ -157,8 +157,7 @@ def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
 
 @pytest.mark.parametrize("kind_of_network", ["supernet", "network"])
 def test_no_module_changes_its_input(space, kind_of_network):
-    supernet = by_ops(make_supernet(space))
-    network = supernet if kind_of_network == "supernet" else make_network(space)
+    network = make_network(space) if kind_of_network == "network" else by_ops(make_supernet(space))
     seen = []
 
     def remember(module, inputs):

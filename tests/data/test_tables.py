@@ -270,6 +270,12 @@ def test_a_form_that_is_given_is_not_looked_for(tmp_path, table_of):
     assert table_of(text, decimal="point").feature_names == ("a=1,5", "a=2,5")
 
 
+def test_columns_beside_those_that_are_named_are_told(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b,y\n1,2,p\n3,4,q\n")
+    table, _ = read("csv", tmp_path / "t.csv", categorical=("a",))
+    assert table.notes[-1].startswith("b left out, as no feature in dataset.numeric, dates or")
+
+
 def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path):
     path = tmp_path / "t.csv"
     cells = [str(i) for i in range(40)]

@@ -167,6 +167,5 @@ def test_every_message_is_answered_or_lost_once(make, seed, monkeypatch):
         ids += asked(grid, waiting[:number])
         del waiting[:number]
         grid.pull_messages([])
-    replies = told(grid, ids)
-    assert {client for client, reply in enumerate(replies) if reply == DIED} == dying
+    assert {client for client, reply in enumerate(told(grid, ids)) if reply == DIED} == dying
     assert sorted(acted) == list(range(CLIENTS))

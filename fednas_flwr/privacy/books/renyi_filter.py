@@ -132,8 +132,7 @@ class RenyiFilter:
         """Return the totals as they would be after ``releases``."""
         totals = self.totals
         for release in releases:
-            costs = (renyi.cost(release, order) for order in self.orders)
-            totals = tuple(map(add, totals, costs))
+            totals = tuple(map(add, totals, (renyi.cost(release, order) for order in self.orders)))
         return totals
 
     def _fits(self, totals: Sequence[float]) -> bool:

@@ -216,8 +216,7 @@ class SumSite:
             raise _refused(what, list(members), limit)
 
     def _row(self, books: sqlite3.Connection, context: bytes) -> sqlite3.Row:
-        query = "SELECT * FROM answers WHERE context = ?"
-        row = books.execute(query, (context.hex(),)).fetchone()
+        row = books.execute("SELECT * FROM answers WHERE context = ?", (context.hex(),)).fetchone()
         if row is None:
             raise ConfigError("refused: this site has answered no such request.")
         return row
