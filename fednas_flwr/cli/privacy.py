@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fednas_flwr.privacy.policy import DataSetPolicy
 
 MOST_STEPS = 10**9  # in `fednas calibrate`
-SCHEDULE_HEAD = ["stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"]
-SCHEDULE_HEAD += ["expected batch", "rate"]
 STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
 STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
@@ -235,6 +233,7 @@ def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
     """Print everything that a run may release, and its cost."""
+    from fednas_flwr.report.score_tables import Cells, rows_of
     from fednas_flwr.report.terminal import print_table, table_console
 
     table_console().print(f"schedule {schedule}", style="bold")
@@ -244,21 +243,18 @@ def _print_schedule(
         f"data set: {guard.data_set}; budget {allowed.account}: epsilon {allowed.epsilon:g} at "
         f"delta {allowed.delta:g} for one {allowed.unit}, of which {spent} is spent"
     )
-    rows = [
-        [
-            planned.stage,
-            planned.action,
-            planned.kind,
-            ", ".join(planned.splits),
-            f"{planned.steps:,}",
-            f"{planned.noise_multiplier:.4g}",
-            f"{planned.max_grad_norm:g}",
-            f"{planned.expected_batch(allowed.by_split):,.4g}",
-            f"{planned.rate(allowed.by_split):.4g}",
-        ]
-        for planned in commitment.releases
+    columns: Cells = [
+        ("stage", lambda planned: planned.stage),
+        ("action", lambda planned: planned.action),
+        ("what", lambda planned: planned.kind),
+        ("splits", lambda planned: ", ".join(planned.splits)),
+        ("steps", lambda planned: f"{planned.steps:,}"),
+        ("noise multiplier", lambda planned: f"{planned.noise_multiplier:.4g}"),
+        ("clipping norm", lambda planned: f"{planned.max_grad_norm:g}"),
+        ("expected batch", lambda planned: f"{planned.expected_batch(allowed.by_split):,.4g}"),
+        ("rate", lambda planned: f"{planned.rate(allowed.by_split):.4g}"),
     ]
-    print_table("what the run may release, at most", SCHEDULE_HEAD, rows)
+    print_table("what the run may release, at most", *rows_of(commitment.releases, columns))
     if commitment.sizes:
         sizes = " and ".join(f"{size:,} {kind}" for kind, size in commitment.sizes.items())
         print(f"size of the model that is searched: {sizes}")

@@ -165,7 +165,7 @@ def compare(
     Args:
         run_folders: run folders or sweeps
         output: folder for compare.csv, .md, .json and .html
-        against: group from which differences are taken; else the best, or only non-private, one
+        against: group from which differences are taken; by default the best
         csv: file for the table as CSV
         markdown: file for the table as Markdown
         latex: file for the table as LaTeX

@@ -154,8 +154,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
             raise ConfigError(f"site {lacking[0]} has no column {name}, which is the label.")
         if lacking:
             notes.append(f"{', '.join(lacking)}: no column {name}, which counts as missing there")
-        missing = {site: Cells([""] * size) for site, size in sizes.items()}
-        columns = [table.texts.get(name, missing[site]) for site, table in tables.items()]
+        columns = [t.texts.get(name, Cells([""] * sizes[site])) for site, t in tables.items()]
         texts[name] = Cells([text for cells in columns for text in cells.tolist()])
     common = replace(settings, **agreed(form_of(table.settings) for table in tables.values()))
     if not settings.labels:

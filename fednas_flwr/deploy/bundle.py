@@ -22,8 +22,8 @@ RESUMED_KEY = "resumed"
 OVERRIDES_KEY = "overrides"
 PROJECT_FILE = "pyproject.toml"
 BUNDLE_FILES = (PROJECT_FILE, "LICENSE", "hatch_build.py")
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, ValueError)
-_LOCKED = (NotImplementedError, RuntimeError)  # an unknown compression, a password
+# The last is for an unknown compression, or a password
+_NOT_READABLE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
 _MOST_FILES, _LARGEST_FILE = 20, 100_000  # our files are few and small; an archive can claim more
 
 
@@ -96,7 +96,7 @@ def _read_bundle(fab: bytes) -> dict[str, bytes]:
             ):
                 return {"": fab}
             files = {item.filename: archive.read(item) for item in items}
-    except (*_DAMAGED, *_LOCKED):
+    except _NOT_READABLE:
         return {"": fab}
     files.pop(".info/CONTENT", None)
     return files

@@ -256,8 +256,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: Name of the group from which differences are taken. None takes, if all groups are
-            on the same data, the only one without privacy, or else the one with the best mean.
+        against: Name of the group from which differences are taken. None takes the one with the
+            best mean, if all groups are on the same data.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -291,7 +291,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     if against is not None:
         check_choice("--against", against, names)
     elif len(names) > 1 and not any(map(OTHER_DATA.match, shown)):
-        against = _reference(dict(zip(names, groups, strict=True)), BY_NAME[metric])
+        against = _best(dict(zip(names, groups, strict=True)), BY_NAME[metric])
     other = groups[names.index(against)] if against is not None else []
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
@@ -307,15 +307,12 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     )
 
 
-def _reference(groups: Mapping[str, Sequence[Run]], metric: Metric) -> str | None:
-    """Return the only group without privacy, else the one with the best mean, if there is one."""
-    plain = [name for name, runs in groups.items() if not runs[0].is_private]
-    means = {
-        name: Statistics.of(tuple(map(metric.read, runs))).mean for name, runs in groups.items()
-    }
+def _best(groups: Mapping[str, Sequence[Run]], metric: Metric) -> str | None:
+    """Return the name of the group with the best mean; None if no run has reached the metric."""
+    means = {n: Statistics.of(tuple(map(metric.read, runs))).mean for n, runs in groups.items()}
     reached = {name: mean for name, mean in means.items() if mean is not None}
     best = max if metric.is_score else min
-    return plain[0] if len(plain) == 1 else best(reached, key=lambda n: reached[n], default=None)
+    return best(reached, key=lambda name: reached[name], default=None)
 
 
 def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Path]) -> list[str]:

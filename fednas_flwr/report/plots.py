@@ -449,9 +449,9 @@ def _heat(
 
 def _softmax(row: Sequence[float | None]) -> list[float]:
     """Return the shares of a row to three digits; a missing (non-finite) alpha counts as 0."""
-    values = [value or 0.0 for value in row]
-    powers = [math.exp(value - max(values)) for value in values]
-    return [round(power / sum(powers), 3) for power in powers]
+    from scipy.special import softmax  # type: ignore[import-untyped,unused-ignore]
+
+    return softmax([value or 0.0 for value in row]).round(3).tolist()
 
 
 def _named(result: Event) -> str:

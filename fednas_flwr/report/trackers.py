@@ -8,20 +8,17 @@ the settings; with privacy the numbers are noised like all others that the serve
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.runs.events import Event, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, SCORES, flat_settings, is_noised
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 PROJECT = "fednas_flwr"
 LONGEST_VALUE = 500  # characters of a parameter that MLflow accepts
@@ -82,22 +79,14 @@ def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
 
 @contextmanager
 def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
-    """Write files in ``<run folder>/tensorboard``, from the first number on.
+    """Write files in ``<run folder>/tensorboard``."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    torch's SummaryWriter is imported then: 0.1 s once torch is loaded (measured; 4 s without it).
-    """
-    with ExitStack() as stack:
-
-        @cache
-        def writer() -> "SummaryWriter":
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = str(run_folder / "tensorboard")
-            return stack.enter_context(SummaryWriter(folder, flush_secs=FLUSH_SECONDS))
+    with SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS) as writer:
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             for name, value in values.items():
-                writer().add_scalar(f"{group}/{name}", value, step)
+                writer.add_scalar(f"{group}/{name}", value, step)
 
         yield send
 
@@ -122,10 +111,9 @@ def mlflow(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
 def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
     """Log a run to Weights & Biases, in the project ``fednas_flwr`` or $WANDB_PROJECT."""
     package: Any = import_module("wandb")
-    project, config = os.environ.get("WANDB_PROJECT", PROJECT), dict(settings)
-    with package.init(
-        project=project, name=run_folder.name, dir=str(run_folder), config=config
-    ) as run:
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    named = {"project": project, "name": run_folder.name, "dir": str(run_folder)}
+    with package.init(**named, config=dict(settings)) as run:
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             run.define_metric(f"{group}/*", step_metric=f"{group}/round")
