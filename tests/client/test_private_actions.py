@@ -928,10 +928,9 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         once = sum(wards.TERMS_OF[kind] is METRICS for kind in ASKED[action][1])
         assert len(noised) == steps + once
         assert len(site.rows()) == before + len(noised)
-        asked = [TERMS["noise_multiplier"]] * steps + [METRICS["noise_multiplier"]] * once
-        norms = [TERMS["max_grad_norm"]] * steps + [norm_of_measure(action, values)] * once
-        assert [terms["noise_multiplier"] for _, terms, _ in noised] == asked
-        assert [terms["max_grad_norm"] for _, terms, _ in noised] == norms
+        asked = [(TERMS["noise_multiplier"], TERMS["max_grad_norm"])] * steps
+        asked += [(METRICS["noise_multiplier"], norm_of_measure(action, values))] * once
+        assert [(of["noise_multiplier"], of["max_grad_norm"]) for _, of, _ in noised] == asked
         assert {*reply.states, *reply.metrics} == ACTIONS[action].releases - {MOMENTS}
 
 

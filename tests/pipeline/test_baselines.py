@@ -193,25 +193,21 @@ def test_small_images_have_a_linear_model_on_features(compose_config, tmp_path, 
         (tmp_path / "events.jsonl").unlink()
 
 
-def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(compose_config):
-    """Of DARTS' cells: in the run's own space, without a shortlist."""
-    config = compose_config("search_space=darts_small")
+@pytest.mark.parametrize(("space", "ranks"), [("darts_small", False), ("mlp_small", True)])
+def test_the_data_free_choice_is_of_the_runs_space(compose_config, space, ranks):
+    """By a shortlist where scores rank networks, else by few scores."""
+    config = compose_config(f"search_space={space}")
     own = baselines._data_free(config)
     assert own.search_space == config.search_space
     assert isinstance(own.algorithm, ZeroCostSettings)
-    assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
+    assert (own.algorithm.draws, own.algorithm.shortlist is not None, own.rounds) == (250, ranks, 1)
 
 
-def test_the_data_free_choice_of_a_table_keeps_the_tables_space(compose_config):
-    config = compose_config("search_space=mlp_small")
-    choice = baselines._data_free(config)
-    assert choice.search_space == config.search_space
-    assert isinstance(choice.algorithm, ZeroCostSettings)
-    assert choice.algorithm.shortlist is not None
+def test_data_free_experiments_keep_the_space_of_tables(compose_config):
+    space = compose_config("search_space=mlp_small").search_space
     for name in ("data_free", "recommended_private"):
-        composed = compose_config(f"experiment=search/{name}", "search_space=mlp_small")
-        sizes = (composed.search_space.channels, composed.search_space.num_cells)
-        assert sizes == (config.search_space.channels, config.search_space.num_cells)
+        own = compose_config(f"experiment=search/{name}", "search_space=mlp_small").search_space
+        assert (own.channels, own.num_cells) == (space.channels, space.num_cells)
 
 
 @pytest.mark.run
