@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
@@ -301,8 +301,9 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     y = (x.mean((1, 2, 3)) > 0.5).long()
     whole, first = TensorDataset(x.bfloat16().requires_grad_(), y), range(60)
     train, test = Subset(whole, first), Subset(whole, range(60, 90))
+    batches = BatchSampler(SubsetRandomSampler(test.indices), 16, drop_last=False)
     chosen = DataLoader(whole, 16, sampler=SubsetRandomSampler(first))
-    register_data_set("loaders", lambda path: (chosen, DataLoader(test, 16)))
+    register_data_set("loaders", lambda path: (chosen, DataLoader(whole, batch_sampler=batches)))
     register_data_set("three", lambda path: (train, Subset(whole, [3]), test))
     register_data_set("named", {"x_train": x, "y_train": np.array(["a", "b"], dtype=object)[y]})
     register_data_set("wrong", lambda path: iter(train))

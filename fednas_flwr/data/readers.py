@@ -186,7 +186,8 @@ def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
         try:
             if isinstance(data, DataLoader):
                 whole: Any = data.dataset
-                data = Subset(whole, getattr(data.sampler, "indices", range(len(whole))))
+                sampler = getattr(data.batch_sampler, "sampler", data.sampler)
+                data = Subset(whole, getattr(sampler, "indices", range(len(whole))))
             items = (data[index] for index in range(len(data)))
             pairs = (item.values() if isinstance(item, Mapping) else item for item in items)
             examples, labels = zip(*pairs, strict=True)

@@ -411,8 +411,8 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
-        runs = set(inside)  # runs beside a run are compared if their folder is named
-        inside = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in runs]
+        # Runs beside a run are compared if their folder is named.
+        inside = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in inside]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
 

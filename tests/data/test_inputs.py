@@ -250,7 +250,6 @@ TABLES = {
     "999 to predict": (labels(mostly(AGE, 999, 9)), f"predict: 999 in 9 {MAYBE_MISSING}"),
     "999 once": (column([999, *AGE[1:]]), f"999 in 1 {MAYBE_MISSING}"),
     "9 as a label": (labels(mostly(Y, 9, 9)), "the label holds 9: if it means"),
-    "9 beside 10": (labels(Y + 9), r"label y: 9 \d+, 10 \d+$"),
     "not tested as a label": (labels(mostly("neg", "Not tested", 9)), "holds Not tested: if it"),
     "rows of one person": (
         column([f"p{i // 4}" for i in range(N)], "patient_id"),
