@@ -165,7 +165,7 @@ def compare(
     Args:
         run_folders: run folders or sweeps
         output: folder for compare.csv, .md, .json and .html
-        against: group from which differences are taken; by default the best
+        against: group from which differences are taken; else the best, or only non-private, one
         csv: file for the table as CSV
         markdown: file for the table as Markdown
         latex: file for the table as LaTeX

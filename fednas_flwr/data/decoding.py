@@ -154,6 +154,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         ids.append(own_id)
         rows.append(i)
     sizes = Counter(size for size, *_ in forms)
+    kinds = Counter(fact for _, facts, _ in forms for fact in facts)
     if side is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
@@ -173,34 +174,19 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     del sizes[side or 0, side or 0]  # images of this size were not resized
     if side is not None and sizes:
         notes.append(f"resized to {side}x{side} (bilinear) from {_listed_sizes(sizes)}")
-    kinds = Counter(fact for _, facts, _ in forms for fact in facts)
-    become = _GRAY if images.shape[1] == 1 else _COLOUR
-    notes += _notes_on_values(kinds, settings.intensity, spans, become)
-    arrays = images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64)
-    return Decoded(*arrays, tuple(notes), forms)
-
-
-def _notes_on_values(
-    kinds: Counter[str], intensity: Sequence[float] | None, spans: Sequence[float], become: str
-) -> Iterator[str]:
-    """Yield sentences on how the values and colours of images were read.
-
-    Args:
-        kinds: Number of images of each kind, and with each remark.
-        intensity: The range that becomes 0..255, if it is given.
-        spans: Least and largest values of images of more than 8 bits.
-        become: Kind of all images once they are read, gray or colour.
-    """
     for kind, usual in _RANGES.items():
         if kinds[kind]:
-            low, high = intensity or usual
+            low, high = settings.intensity or usual
             held = f", of which they hold {min(spans):g}..{max(spans):g}"
-            yield f"{kinds[kind]} {kind} images: {low:g}..{high:g} become 0..255{held}"
+            notes.append(f"{kinds[kind]} {kind} images: {low:g}..{high:g} become 0..255{held}")
     shades = {_GRAY: sum(kinds[kind] for kind in (_GRAY, *_RANGES)), _COLOUR: kinds[_COLOUR]}
+    become = _GRAY if images.shape[1] == 1 else _COLOUR
     if any(number for kind, number in shades.items() if kind != become):
         words = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
-        yield f"{words} images: all become {become}"
-    yield from (f"{kinds[words]} {words}" for words in _TOLD if kinds[words])
+        notes.append(f"{words} images: all become {become}")
+    notes += [f"{kinds[words]} {words}" for words in _TOLD if kinds[words]]
+    arrays = images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64)
+    return Decoded(*arrays, tuple(notes), forms)
 
 
 def _in_turn(opened: Callable[[int], Any], count: int, source: Source) -> Iterator[Any]:

@@ -130,14 +130,15 @@ def plain(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
         data = data.detach().cpu()
         return (data.float() if data.dtype == torch.bfloat16 else data).numpy()
-    if isinstance(data, np.ma.MaskedArray) and data.dtype.kind in "fiub":
+    if isinstance(data, np.ma.MaskedArray) and (data.dtype.kind in "fiub" or np.any(data.mask)):
         return np.ma.filled(data.astype(float), np.nan)
-    if not hasattr(data, "iloc") and hasattr(data, "__arrow_c_stream__"):
+    columns: Any = getattr(data, "columns", None)
+    if columns is not None and hasattr(data, "__arrow_c_stream__") and not hasattr(data, "iloc"):
         import pyarrow
 
         return pyarrow.table(data).to_pandas()
-    if getattr(getattr(data, "columns", None), "nlevels", 1) > 1:
-        return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
+    if getattr(columns, "nlevels", 1) > 1:
+        return data.set_axis(columns.to_flat_index().map(str), axis=1)
     return data
 
 

@@ -91,7 +91,7 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 def _read(data: Any, inputs: Inputs) -> RawData:
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
-    data = npz.plain(data)
+    data = npz.plain(data.to_pandas() if inputs.is_table and hasattr(data, "to_pandas") else data)
     if hasattr(data, "iloc") and hasattr(data, "columns") and inputs.is_table:
         texts = table_files.texts_of(data)
         if "Unnamed: 0" in texts:  # pandas' name of a first column without a name

@@ -196,7 +196,7 @@ class Comparison:
             other = model in rn.SIMPLER.values() and kind != score
             if cells != {DASH} and not constant and not other:
                 columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
-        if self.against is not None:
+        if any(group.difference for group in self.groups):
             columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
             columns += [(n, partial(lambda key, group: group.settings[key], n)) for n in names]
@@ -256,8 +256,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: Name of the group from which differences are taken. None takes the one with the
-            best mean, if all groups are on the same data.
+        against: Name of the group from which differences are taken. None takes, if all groups are
+            on the same data, the only one without privacy, else the one with the best mean.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -291,7 +291,9 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     if against is not None:
         check_choice("--against", against, names)
     elif len(names) > 1 and not any(map(OTHER_DATA.match, shown)):
-        against = _best(dict(zip(names, groups, strict=True)), BY_NAME[metric])
+        by_name = dict(zip(names, groups, strict=True))
+        plain = [name for name, of in by_name.items() if not of[0].is_private]
+        against = plain[0] if len(plain) == 1 else _best(by_name, BY_NAME[metric])
     other = groups[names.index(against)] if against is not None else []
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(

@@ -126,8 +126,8 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
         make_run(f"sweep/third{seed}", seed=seed, algorithm="fednas", accuracy=ours[seed] - 0.2)
     comparison = compare_runs([tmp_path / "sweep"])  # against the best
     assert [row[2] for row in comparison.table()[1]] == ["–", "−4.0 ± 12.7", "−20.0 ± 0.0"]
-    assert comparison.notes[-2:] == [
-        "Clearly worse than fed_darts: fednas.",
+    assert comparison.notes[-3:-1] == [
+        "Worse, by its own interval, than fed_darts: fednas.",
         "Not shown to differ, as the interval includes 0, from fed_darts: fnas.",
     ]
     refuses("--against", compare_runs, [tmp_path / "sweep"], against="feathers")
