@@ -306,6 +306,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("loaders", lambda path: (chosen, DataLoader(whole, batch_sampler=batches)))
     register_data_set("three", lambda path: (train, Subset(whole, [3]), test))
     register_data_set("named", {"x_train": x, "y_train": np.array(["a", "b"], dtype=object)[y]})
+    register_data_set("one", lambda path: (train,))
     register_data_set("wrong", lambda path: iter(train))
     items = [{"image": x[i], "label": y[i]} for i in range(90)]
     register_data_set("parts", lambda path: {"train": items[:60], "test": items[60:]})
@@ -314,10 +315,13 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     for name in ("loaders", "three", "parts"):
         parts = DATA_SETS[name].read(None, tmp_path)
         assert [of.labels.tolist() for of in parts] == [y[:60].tolist(), y[60:].tolist()]
+    assert [of and len(of) for of in DATA_SETS["one"].read(None, tmp_path)] == [60, None]
     for name, classes in {"loaders": ("0", "1"), "named": ("a", "b")}.items():
         own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
         places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")
-        assert run(compose(f"dataset={name}", *own, *places)).model.class_names == classes
+        result = run(compose(f"dataset={name}", *own, *places))
+        assert result.model.class_names == classes
+        assert result.scores["central"]["accuracy"] >= 0
     for name in ("wrong", "table"):
         wrong = compose(f"dataset={name}", "clients=2", f"dataset.cache={tmp_path}")
         refuses("expected Records, or torch data sets", run, wrong)

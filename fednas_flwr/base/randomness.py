@@ -30,7 +30,7 @@ def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's global generators; of a CPU alone without a text of the stack per device."""
+    """Seed torch's global generators; torch.manual_seed is slow where there is only a CPU."""
     (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(seed)
 
 

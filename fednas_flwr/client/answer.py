@@ -56,8 +56,8 @@ def answer(client: Client, request: Request) -> Reply:
     try:
         with torch.random.fork_rng(enabled=True):
             purpose = (header.stage, header.round, client.index, request.action)
-            known = derive_seed(client.seed, *purpose)
-            seed_all(known if client.guard is None else secrets.randbits(63))
+            private = client.guard is not None
+            seed_all(secrets.randbits(63) if private else derive_seed(client.seed, *purpose))
             handler, public = ANSWERS[request.action], ACTIONS[request.action].is_public
             if client.guard is not None and client.guard.allowed.unit == CLIENT and not public:
                 reply = noised_update(client, request, handler)

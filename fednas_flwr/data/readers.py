@@ -231,7 +231,8 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
         found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
         if isinstance(found, Mapping) and "train" in found:
             found = found["train"], found.get("validation", found.get("val")), found.get("test")
-        parts = found if isinstance(found, tuple) and found[1:] else (found, None)
+        found = found[0] if isinstance(found, tuple) and len(found) == 1 else found
+        parts = found if isinstance(found, tuple) else (found, None)
         return (parts[0], parts[-1]) if isinstance(parts[0], Records) else _from_torch(parts)
 
     more = [setting for setting in taken if setting not in get_type_hints(OwnSettings)]

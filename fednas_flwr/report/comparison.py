@@ -408,14 +408,14 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: give run folders or a sweep's folder.")
         names = (rn.EVENTS_FILE, rn.CONFIG_FILE)
-        inside = sorted({path.parent for name in names for path in folder.rglob(name)})
+        inside = {path.parent for name in names for path in folder.rglob(name)}
         if not inside:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
-            inside = [folder]
+            inside = {folder}
         # Runs beside a run are compared if their folder is named.
-        inside = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in inside]
-        found |= {path.resolve(): path for path in inside if path.resolve() not in found}
+        runs = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in inside]
+        found |= {path.resolve(): path for path in sorted(runs) if path.resolve() not in found}
     return list(found.values())
 
 
