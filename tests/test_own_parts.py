@@ -306,7 +306,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("loaders", lambda path: (chosen, DataLoader(whole, batch_sampler=batches)))
     register_data_set("three", lambda path: (train, Subset(whole, [3]), test))
     register_data_set("named", {"x_train": x, "y_train": np.array(["a", "b"], dtype=object)[y]})
-    register_data_set("one", lambda path: (train,))
+    register_data_set("one", lambda path: DATA_SETS["parts"].read(None, path)[:1])
     register_data_set("wrong", lambda path: iter(train))
     items = [{"image": x[i], "label": y[i]} for i in range(90)]
     register_data_set("parts", lambda path: {"train": items[:60], "test": items[60:]})
