@@ -126,6 +126,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             ConfigError: The run is not possible with these settings and records.
         """
         X, site = plain(X), None
+        if y is not None and label in getattr(X, "columns", ()):
+            raise ValueError(f"X has a column {label} beside y: give y, or label={label!r} alone.")
         if y is None and label is not None:
             y, X = _taken(X, label)
         if y is None:
@@ -206,6 +208,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             result = run(config, quiet=not self.verbose)
         except (KeyboardInterrupt, OSError, QuorumError):  # a run that can go on
             raise
+        except ConfigError as error:
+            shutil.rmtree(folder)
+            text = str(error).replace(f"dataset.root={root}", root).replace(root, "the data")
+            raise ConfigError(text) from None
         except BaseException:
             shutil.rmtree(folder)
             raise

@@ -311,8 +311,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("keys", "label", "message"), WRONG)
-def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
+def test_what_is_wrong_is_told_in_one_sentence(keys, label, message, tmp_path):
     refuses(message, FedClassifier(**keys).fit, patients(), error=ValueError, label=label)
+    fit = FedClassifier(preset="fast", settings=[f"dataset.cache={tmp_path}"]).fit
+    died = patients()["died"]
+    refuses("has a column died beside y", fit, patients(), died, error=ValueError, label="died")
+    odd = patients().astype({"age": object})
+    odd.loc[0, "age"] = "old"
+    refuses("^column age of the data .* old in row 1: .*ies={age: ", fit, odd, label="died")
     twice = pd.concat([patients()[["age"]], patients()[["age", "died"]]], axis=1)
     refuses("several columns age", FedClassifier().fit, twice, error=ValueError, label="died")
 

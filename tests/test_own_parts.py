@@ -4,6 +4,7 @@ import inspect
 import os
 import runpy
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -11,7 +12,14 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
@@ -306,23 +314,31 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("loaders", lambda path: (chosen, DataLoader(whole, batch_sampler=batches)))
     register_data_set("three", lambda path: (train, Subset(whole, [3]), test))
     register_data_set("named", {"x_train": x, "y_train": np.array(["a", "b"], dtype=object)[y]})
+    x_y = DataLoader(whole, sampler=[*first]), DataLoader(whole, batch_sampler=[[60, 61], [62, 63]])
+    register_data_set("list", lambda path: {"train": x_y[0], "validation": test})
+    register_data_set("batches", lambda path: x_y)
+    weighted = WeightedRandomSampler([1.0] * 90, 90)
+    register_data_set("weighted", lambda path: DataLoader(whole, sampler=weighted))
     register_data_set("one", lambda path: DATA_SETS["parts"].read(None, path)[:1])
     register_data_set("wrong", lambda path: iter(train))
     items = [{"image": x[i], "label": y[i]} for i in range(90)]
-    register_data_set("parts", lambda path: {"train": items[:60], "test": items[60:]})
+    hub = type("Hub", (list,), {"features": {"label": SimpleNamespace(names=["b", "c"])}})
+    register_data_set("parts", lambda path: {"train": hub(items[:60]), "test": items[60:]})
     register_data_set("table", lambda path: pd.DataFrame({"x": [1, 2]}))
     whole.labels, whole.classes = y, ["0", "1"]  # as MedMNIST's and torchvision's have
-    for name in ("loaders", "three", "parts"):
+    for name in ("loaders", "three", "parts", "list"):
         parts = DATA_SETS[name].read(None, tmp_path)
         assert [of.labels.tolist() for of in parts] == [y[:60].tolist(), y[60:].tolist()]
     assert [of and len(of) for of in DATA_SETS["one"].read(None, tmp_path)] == [60, None]
-    for name, classes in {"loaders": ("0", "1"), "named": ("a", "b")}.items():
+    for name, classes in {"loaders": ("0", "1"), "named": ("a", "b"), "parts": ("b", "c")}.items():
         own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
         places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")
         result = run(compose(f"dataset={name}", *own, *places))
         assert result.model.class_names == classes
         assert result.scores["central"]["accuracy"] >= 0
-    for name in ("wrong", "table"):
+    (note, *_) = DATA_SETS["three"].read(None, tmp_path)[0].notes
+    assert note == "of three parts the last is the test set, and the second is not read"
+    for name in ("wrong", "table", "weighted", "batches"):
         wrong = compose(f"dataset={name}", "clients=2", f"dataset.cache={tmp_path}")
         refuses("expected Records, or torch data sets", run, wrong)
 

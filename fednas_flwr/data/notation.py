@@ -283,8 +283,8 @@ def find_notation(
             first = min(text for text in cells.written.different if not text.isdecimal())
             raise ConfigError(
                 f"{where} writes the numbers of column {name} ({first}) in another way than "
-                f"those of {', '.join(signed)}: bring them to one form, or list the column in "
-                "dataset.categorical or dataset.ignore."
+                f"those of {', '.join(signed)}: bring them to one form, or set "
+                f"'dataset.categories={{{name}: []}}' or dataset.ignore=[{name}]."
             )
         left, signed[name] = both, found
         by_point = len(found) < len(texts) or separator == ";"  # as where commas are decimal signs

@@ -6,8 +6,8 @@ in ``conf/dataset``. Readers are imported when they are called, since importing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, make_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -164,45 +164,68 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
     return DataSet(ds.Arrays, read, by_content=True), defaults
 
 
-def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
-    """Return the records of the train part and of the test part, unless that is None.
-
-    Of three parts the second is for validation. A loader's sampler may choose some of the examples.
+def _from_torch(train: Any, test: Any) -> RecordsPair:
+    """Return the records of torch's data sets or loaders; there may be no test part.
 
     Raises:
         ConfigError: A part is not a torch data set or loader of (example, class) with a length.
     """
     import numpy as np
-    from torch.utils.data import DataLoader, Subset
 
     from fednas_flwr.data.npz import plain, records_from_npz
 
     arrays: dict[str, np.ndarray] = {}
     classes: list[str] = []
-    names = ("train", "val", "test") if len(parts) > 2 else ("train", "test")
-    for part, data in zip(names, parts, strict=False):
+    for part, data in {"train": train, "test": test}.items():
         if data is None and arrays:
             continue
         try:
-            if isinstance(data, DataLoader):
-                whole: Any = data.dataset
-                sampler = getattr(data.batch_sampler, "sampler", data.sampler)
-                data = Subset(whole, getattr(sampler, "indices", range(len(whole))))
-            items = (data[index] for index in range(len(data)))
+            whole, rows = _chosen(data)
+            items = (whole[row] for row in rows)
             pairs = (item.values() if isinstance(item, Mapping) else item for item in items)
             examples, labels = zip(*pairs, strict=True)
             arrays[f"x_{part}"] = np.stack([np.asarray(plain(example)) for example in examples])
-            arrays[f"y_{part}"] = np.stack([np.asarray(label) for label in labels])
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            arrays[f"y_{part}"] = np.stack([np.asarray(plain(label)) for label in labels])
+        except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
             raise ConfigError(
                 f"the reader of your own returns {type(data).__name__} ({error}): expected "
                 "Records, or torch data sets whose items are (example, class) of one shape."
             ) from error
-        while isinstance(data, Subset):
-            data = data.dataset
-        classes = classes or list(map(str, getattr(data, "classes", ())))
+        classes = classes or _classes_of(whole)
     settings: Any = data_settings("npz", {"class_names": classes})
     return records_from_npz(settings, arrays, origin="the reader of your own")
+
+
+def _chosen(data: Any) -> tuple[Any, Sequence[int]]:
+    """Return a torch data set, and the examples in it that a loader's sampler chooses.
+
+    Raises:
+        TypeError: The sampler draws examples at random.
+    """
+    import numpy as np
+    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+    if not isinstance(data, DataLoader):
+        return data, range(len(data))
+    whole: Any = data.dataset
+    sampler = getattr(data.batch_sampler, "sampler", data.batch_sampler or data.sampler)
+    chosen = getattr(sampler, "indices", sampler)
+    if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler) == len(whole):
+        chosen = range(len(whole))
+    rows = np.asarray(chosen)
+    if rows.ndim != 1 or rows.dtype.kind != "i":
+        raise TypeError(f"{type(sampler).__name__} draws its examples: choose them by a Subset")
+    return whole, rows.tolist()
+
+
+def _classes_of(data: Any) -> list[str]:
+    """Return the names of a data set's classes, as torchvision and Hugging Face give them."""
+    while not hasattr(data, "classes") and hasattr(data, "dataset"):  # such as a Subset
+        data = data.dataset
+    features = getattr(data, "features", None)
+    columns = features.values() if isinstance(features, Mapping) else ()
+    named = [column.names for column in columns if getattr(column, "names", None)]
+    return list(map(str, getattr(data, "classes", named[0] if named else ())))
 
 
 def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSet, dict[str, Any]]:
@@ -231,9 +254,14 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
         found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
         if isinstance(found, Mapping) and "train" in found:
             found = found["train"], found.get("validation", found.get("val")), found.get("test")
-        found = found[0] if isinstance(found, tuple) and len(found) == 1 else found
-        parts = found if isinstance(found, tuple) else (found, None)
-        return (parts[0], parts[-1]) if isinstance(parts[0], Records) else _from_torch(parts)
+        train, *others = found if isinstance(found, tuple) else (found,)
+        others = [part for part in others if part is not None]
+        test = others[-1] if others else None
+        pair = (train, test) if isinstance(train, Records) else _from_torch(train, test)
+        if len(others) > 1:
+            note = "of three parts the last is the test set, and the second is not read"
+            pair = replace(pair[0], notes=(note, *pair[0].notes)), pair[1]
+        return pair
 
     more = [setting for setting in taken if setting not in get_type_hints(OwnSettings)]
     settings = make_dataclass(

@@ -332,6 +332,11 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
     shared = set.intersection(*(set(records.columns) for records in everyone)) - {"site"}
     columns = {c: np.concatenate([r.columns[c] for r in everyone]) for c in sorted(shared)}
     columns["site"] = np.repeat(np.array(list(sites)), [len(records) for records in everyone])
+    notes = [f"{site}: {note}" for site, of in sites.items() for note in of.notes]
+    seen: dict[bytes, str] = {}
+    for name, records in sites.items():
+        twin = seen.setdefault(np.sort(records.ids).tobytes(), name)
+        notes += [f"{name} holds the records of {twin}: the same file?"] if twin != name else []
     return replace(
         first,
         features=torch.cat([records.features for records in everyone]),
@@ -339,7 +344,7 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
         ids=np.concatenate([records.ids for records in everyone]),
         columns=columns,
         form=replace(ANY_FORM, **agreed(records.form for records in everyone)),
-        notes=tuple(f"{site}: {note}" for site, of in sites.items() for note in of.notes),
+        notes=tuple(notes),
     )
 
 

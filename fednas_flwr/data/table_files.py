@@ -284,7 +284,7 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         different = texts[field.name].different if coded and field.name in texts else ()
         coded = bool(different) and notation.are_numbers(different).all()
         if coded and field.name not in getattr(form, "categories", ()):
-            cure = "list it in dataset.categorical if they are codes"
+            cure = f"set {as_categories([field.name])} if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
     return texts, "", notes
 
@@ -656,6 +656,11 @@ def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
 def typed(name: str) -> str:
     """Return a column's name or a cell as a key of a mapping in a typed override."""
     return re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name)
+
+
+def as_categories(names: Sequence[str]) -> str:
+    """Return the override by which columns have the categories that are found in them."""
+    return f"'dataset.categories={{{', '.join(f'{typed(name)}: []' for name in names)}}}'"
 
 
 def counted(cells: Cells) -> str:

@@ -28,7 +28,6 @@ from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableF
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
-_NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
 _SAME_FEATURES = (
     "most records have the features of others with another label: each counts by itself, and their "
     "parts then depend on the whole table: name dataset.id_column to avoid it"
@@ -129,8 +128,8 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     coded = [n for n in plain if any(map(_CODE.fullmatch, texts[n][:1000].different))]
     if coded and not settings.strict:
         notes.append(
-            f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, list them in "
-            "dataset.categorical"
+            f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, set "
+            f"{table_files.as_categories(coded)}"
         )
     dates = None if settings.strict else list(others)
     texts, settings, unused = table_files.in_common_form(
@@ -288,7 +287,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
-    words = [n for n, k in kind_of.items() if k == CATEGORY and n not in settings.categories]
+    words = [n for n, k in kind_of.items() if k == CATEGORY and not settings.categories.get(n)]
     many = {n: len(notation.distinct(texts[n].different)) for n in words}
     if undeclared := [n for n, number in many.items() if number > _MOST_CATEGORIES]:
         name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
@@ -526,7 +525,7 @@ def _found_kind(cells: Cells, form: TableForm, name: str, path: Path) -> str:
         raise ConfigError(
             f"column {name} of {path} holds {kind}s but for {table_files.rows_text(cells, others)}:"
             f" correct them, set dataset.missing_values=[{words}] if they mean that the {kind} is "
-            "missing, or list the column in dataset.categorical or dataset.ignore."
+            f"missing, or set {table_files.as_categories([name])} or dataset.ignore=[{name}]."
         )
     return kind
 
@@ -540,7 +539,7 @@ def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
 
 
 def _checked_numbers(
-    cells: Cells, form: TableForm, *, column: Column, where: str, other: str = _NO_NUMBERS
+    cells: Cells, form: TableForm, *, column: Column, where: str, other: str = ""
 ) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
     checked = _values(cells, form, column)
@@ -548,6 +547,7 @@ def _checked_numbers(
     unreadable = np.flatnonzero(~cells.missing & ~(abs(checked) <= most))
     if len(unreadable):
         kind = "numeric" if column.kind == NUMBER else "of dates"
+        other = other or f"set {table_files.as_categories([column.name])} or dataset.ignore"
         raise ConfigError(
             f"column {column.name} of {where} is {kind} but holds "
             f"{table_files.rows_text(cells, unreadable)}: correct it, name it in "
@@ -560,7 +560,7 @@ def _categories(
     cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Return the values of a categorical column; a missing cell is none of them."""
-    if declared is None:
+    if not declared:
         return notation.distinct(cells.different)
     unknown = cells[notation.places_among(cells, declared) < 0].different
     records.check_known(

@@ -477,7 +477,8 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
             all others are categorical; else these three name all features.
         dates: Columns of dates, which become days since 1970.
         categorical: Columns of categories, one feature ``column=value`` per category.
-        categories: Categories by column, if the data may lack some; by default those found, sorted.
+        categories: Categories by column, if the data may lack some; an empty list stands for those
+            found, sorted. A column of numbers that is named here is one of categories.
         ignore: Columns to leave out, such as a row number.
         missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
             flags it (``indicator``).
@@ -505,10 +506,11 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     @property
     def declared(self) -> dict[str, bool]:
         """Settings that the records would decide if they are not given; true if given."""
+        coded = [*self.categories, *self.categorical]
         return {
             **super().declared,
             "numeric or categorical": bool(self.numeric or self.dates or self.categorical),
-            "categories": set(self.categories).issuperset(self.categorical),
+            "categories": all(self.categories.get(name) for name in coded),
         }
 
 

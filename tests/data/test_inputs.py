@@ -285,7 +285,7 @@ TABLES = {
     ),
     "categories of numbers": (
         lambda folder: table_of(folder, x=pd.Categorical(np.resize([0, 1, 2], N))),
-        "x is stored as a category, but holds numbers: list it in dataset.categorical",
+        r"x is stored as a category, but holds numbers: set 'dataset.categories={x: \[\]}'",
     ),
     "categories of texts": (
         lambda folder: table_of(folder, x=pd.Categorical(np.resize(["a", "b"], N))),

@@ -79,6 +79,8 @@ def test_join_sites_adds_the_site():
     assert joined.columns["city"].tolist() == ["x"] * 5
     assert len(joined) == 5
     assert joined.num_numeric == 2
+    (note,) = records.join_sites({"paris": told[0], "rome": told[1], "oslo": told[0]}).notes[3:]
+    assert note == "oslo holds the records of paris: the same file?"
 
 
 UNFIT_SITES = [

@@ -59,6 +59,8 @@ def test_ignored_columns_and_numeric_categories(table_csv):
     ages = {"age": ("40", "50", "60", "70")}
     table, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"), categories=ages)
     assert table.feature_names == ("pressure", "age=40", "age=50", "age=60", "age=70")
+    found, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"), categories={"age": ()})
+    assert found.schema == table.schema
     assert "patient" in table.columns
 
 

@@ -728,6 +728,7 @@ UNDECLARED = {
     "dataset=npz dataset.root={images} dataset.class_names=[a,b]": "image_size, dataset.channels",
     "dataset=csv dataset.class_names=[a,b]": "numeric or categorical",
     "dataset=csv dataset.class_names=[a,b] dataset.categorical=[sex]": "dataset.categories",
+    "dataset=csv dataset.class_names=[a,b] dataset.categories={sex:[]}": "dataset.categories",
 }
 
 
