@@ -211,7 +211,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         except ConfigError as error:
             shutil.rmtree(folder)
             text = str(error).replace(f"dataset.root={root}", root).replace(root, "the data")
-            raise ConfigError(text) from None
+            error.args = (text,)
+            raise
         except BaseException:
             shutil.rmtree(folder)
             raise

@@ -42,6 +42,7 @@ from fednas_flwr.data import prepared
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.statistics import vector_size
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, described_at_random
+from fednas_flwr.models.noised_scores import BINS
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import retrain, start_search
 from fednas_flwr.privacy import audit, plan
@@ -168,11 +169,22 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             with suppress(_AllAskedError):
                 retrain(run, description, None)
         if "evaluate" in keys:
-            data_set, header = config.private_data_set, Header("", "evaluate", 0, 1, 0, "")
-            settings = rq.Evaluate(network=description, split="test", data_set=data_set)
-            asked = Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
-            summed = Summed("any", (0,), {}) if config.secure_sum else None
-            grid.record(replace(asked, summed=summed))
+            common = {"network": description, "data_set": config.private_data_set}
+            tests = {
+                "evaluate.model": rq.Evaluate(**common, split="test"),
+                "evaluate.scores": rq.CountScores(**common),
+            }
+            for planned in [of for of in run.schedule if of.action in tests]:
+                ranges = {planned.kind: 1.0} if planned.shared else {}
+                grid.record(
+                    Request(
+                        planned.action,
+                        Header("", "evaluate", 0, 1, 0, ""),
+                        tests[planned.action],
+                        statistics=run.cohort.statistics,
+                        summed=Summed("any", (0,), ranges) if config.secure_sum else None,
+                    )
+                )
         return run.schedule, grid.asked
 
 
@@ -346,10 +358,14 @@ class _Exchange:
 
         It is computed by the real client, without privacy.
         """
+        self._sizes: Sizes = {}
         if isinstance(self._request.settings, rq.TellStatistics):
             features, num_columns = self._canary.features, self._clients[0].num_columns
             size = vector_size(features.shape[1], num_columns=num_columns)
-            self._sizes: Sizes = {plan.STATISTICS: {"float32": size}}
+            self._sizes = {plan.STATISTICS: {"float32": size}}
+            return {}
+        if isinstance(self._request.settings, rq.CountScores):
+            self._sizes = {"scores": {"float32": 2 * BINS}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
         reply = answer(client, replace(self._asked("", 0, 1), states=self._states, summed=None))

@@ -150,7 +150,8 @@ def check_covered(
     rounds = "1 round" if longest["of"] == 1 else f"{longest['of']} rounds"
     cure, stage = "take fewer rounds or more noise", longest["stage"]
     if stage in ("evaluate", STATISTICS):
-        noise = given_noise(privacy, STATISTICS if stage == STATISTICS else "metrics")
+        measures = "scores" if privacy.metrics_noise_multiplier is None else "metrics"
+        noise = given_noise(privacy, STATISTICS if stage == STATISTICS else measures)
         cure = f"raise {noise} or set it to null"
         if stage == STATISTICS and privacy.statistics_share:
             cure = "set privacy.statistics_share=0"
@@ -220,21 +221,14 @@ def _calibrated(
                 f"{declared[split]} of them, which leaves nothing for {name}; raise it, "
                 "privacy.fewest_records or the noise multipliers, or take fewer rounds."
             )
-        try:
-            least = _least_noise(privacy, target, releases[0].rate(declared), steps, before)
-            needed = max(needed, least)
-        except ValueError as error:
-            key = "privacy.epsilon" if epsilon is None else f"privacy.{name}.epsilon"
-            raise ConfigError(
-                f"{key}={epsilon or privacy.epsilon:g}: no noise keeps {name} to the "
-                f"{target:.3g} that it has for {steps} steps "
-                f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
-            ) from error
+        rate = releases[0].rate(declared)
+        needed = max(needed, _least_noise(privacy, name, target, rate, steps, before))
     return needed
 
 
 def _least_noise(
     privacy: DifferentialPrivacy,
+    name: str,
     target: float,
     rate: float,
     steps: int,
@@ -243,16 +237,25 @@ def _least_noise(
     """The least noise multiplier of some steps with which one client keeps within a target epsilon.
 
     Raises:
-        ValueError: No noise is enough.
+        ConfigError: No noise is enough.
     """
-    return calibrate_noise(
-        target_epsilon=target,
-        delta=privacy.delta,
-        sample_rate=rate,
-        steps=steps,
-        others=others,
-        accountant=filter_epsilon,
-    )
+    try:
+        return calibrate_noise(
+            target_epsilon=target,
+            delta=privacy.delta,
+            sample_rate=rate,
+            steps=steps,
+            others=others,
+            accountant=filter_epsilon,
+        )
+    except ValueError as error:
+        epsilon = getattr(getattr(privacy, name, None), "epsilon", None)
+        key = "privacy.epsilon" if epsilon is None else f"privacy.{name}.epsilon"
+        raise ConfigError(
+            f"{key}={epsilon or privacy.epsilon:g}: no noise keeps {name} to the {target:.3g} that "
+            f"it has for {steps} steps at privacy.delta={privacy.delta:g}; raise {key}, or take "
+            "fewer steps or rounds."
+        ) from error
 
 
 def _share(privacy: DifferentialPrivacy, name: str, split: str, planned: Schedule) -> float:
@@ -278,7 +281,7 @@ def _scores_noise(config: Config, records: Records) -> float | None:
     known = [sum(declared.values()) for declared in records if declared]
     noises = 1 if config.secure_sum else len(known)
     wanted = planned_noise(privacy.scores_error, records=sum(known), rarer=RARER)
-    cheap = _least_noise(privacy, SCORES_SHARE * privacy.epsilon, 1.0, 1)
+    cheap = _least_noise(privacy, "scores", SCORES_SHARE * privacy.epsilon, 1.0, 1)
     return max(wanted / math.sqrt(noises), cheap)
 
 
@@ -307,13 +310,8 @@ def for_data(config: Config, prepared: Prepared, *, least_noise: Sequence[float]
     if not (is_pooled and is_free and privacy.statistics_share) or config.by_client:
         return replace(config, privacy=replace(privacy, statistics_share=0.0))
     target = privacy.statistics_share * privacy.epsilon
-    try:
-        noise = max(_least_noise(privacy, target, 1.0, 1), _least_accepted(least_noise))
-    except ValueError as error:
-        raise ConfigError(
-            f"privacy.epsilon={privacy.epsilon:g}: no noise keeps statistics to {target:.3g}; "
-            "raise it, or set privacy.statistics_share=0."
-        ) from error
+    least = _least_noise(privacy, STATISTICS, target, 1.0, 1)
+    noise = max(least, _least_accepted(least_noise))
     return replace(config, privacy=replace(privacy, statistics_noise_multiplier=noise))
 
 
