@@ -319,6 +319,15 @@ def select_records(records: Records, rows: np.ndarray) -> Records:
     )
 
 
+def fingerprint(records: Records) -> str:
+    """Return a hash of all records, and of the names of their features and classes."""
+    names = repr((records.feature_names, records.class_names)).encode()
+    digest = hashlib.blake2b(names, digest_size=16)
+    for values in (records.features.numpy(), records.labels.numpy(), records.ids):
+        digest.update(np.ascontiguousarray(values).view(np.uint8).data)
+    return digest.hexdigest()
+
+
 def join_sites(sites: Mapping[str, Records]) -> Records:
     """Return the records of all sites, in the given order, with a column ``site``.
 

@@ -169,7 +169,7 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             with suppress(_AllAskedError):
                 retrain(run, description, None)
         if "evaluate" in keys:
-            common = {"network": description, "data_set": config.private_data_set}
+            common: dict[str, Any] = {"network": description, "data_set": config.private_data_set}
             tests = {
                 "evaluate.model": rq.Evaluate(**common, split="test"),
                 "evaluate.scores": rq.CountScores(**common),

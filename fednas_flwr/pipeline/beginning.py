@@ -18,11 +18,12 @@ from flwr.serverapp import Grid
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fedavg.strategy import association, planned, retrained_on
 from fednas_flwr.algorithms.stage_strategies import make_sampling
-from fednas_flwr.base.errors import ReplyError
+from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.prepared import client_names, make_data, make_server_data, save_partition
+from fednas_flwr.data.records import fingerprint
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
@@ -79,6 +80,12 @@ def begin(
     name = agreements[-1]["run"] if waited else f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
+    data = "" if config.dp else fingerprint(prepared.train)  # which would tell private records
+    if data and {*filter(None, (event.get("data") for event in earlier))} - {data}:
+        raise ConfigError(
+            f"resume={config.run_dir}: the data has changed since this run began, in records, "
+            "labels or the order of columns: restore it, or start a new run."
+        )
     for event in earlier:
         if event.get("expelled"):
             cohort.dismiss(event["client"], event["reason"], expelled=True)
@@ -92,7 +99,7 @@ def begin(
     records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
-    _tell_partition(config, cohort, prepared, log)
+    _tell_partition(config, cohort, prepared, log, data)
     unlike = read_run(folder).of_kind("partition")[0].get("association", 0.0)
     config = replace(config, retrain=planned(config, records, prepared.input_shape, unlike))
     if config.samples:
@@ -124,7 +131,9 @@ def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepar
     return prepared
 
 
-def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
+def _tell_partition(
+    config: Config, cohort: Cohort, prepared: Prepared, log: EventLog, data: str
+) -> None:
     """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
     splits = [known["splits"] for known in properties]
@@ -145,6 +154,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         counts=counts if all_count and whole else None,
         association=association(counts) if all_count else 0.0,
         **records,
+        data=data,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not config.dp:

@@ -45,6 +45,7 @@ RETRAIN = "retrain/train.weights/weights/train+validation"
 TEST = "evaluate/evaluate.model/metrics/test"
 SEARCHED = "search/train.search/weights/train"
 REWARDS = "search/train.probe/rewards/validation"
+SCORES = "evaluate/evaluate.scores/scores/train+validation"
 WHOLE = "train+validation+test"
 
 
@@ -194,6 +195,18 @@ def test_what_cannot_be_audited_is_said(compose_config, overrides, reason):
 def test_a_confidence_out_of_range_is_refused(compose_config, confidence):
     config = compose_config("privacy=dp")
     refuses("expected a number between 0 and 1", audit.audit_run, config, confidence=confidence)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("sums", [by_hand(()), SUMS])
+def test_counts_of_scores_are_audited(table, sums):
+    linear = ("algorithm=fedavg", "algorithm.network=linear", "privacy.scores_error=.01", *STATED)
+    own = [text for text in table if not text.startswith(("rounds", "search_space"))]
+    code, said = command(*SURE, *own, *linear, *sums)
+    assert code == 0, said
+    assert f"{SCORES}: noise" in said
+    code, said = faulty("half the noise", SCORES, *own, *linear, *sums)
+    assert (code, "REFUTED: " in said) == (RUN_FAILED, True), said
 
 
 @pytest.mark.run

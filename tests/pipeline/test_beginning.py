@@ -52,6 +52,11 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
         resumed = replace(began.config, retrain=config.retrain)  # which keeps to what was told
         again = begin(resumed, grid, began.log, {}, earlier=[event | {"splits": larger}])
         assert again.config.retrain.local_epochs == 1
+        for before, after in {"age,chol": "chol,age", ",1\n": ",0\n"}.items():
+            (folder / "va.csv").write_text(table("va").replace(before, after, 1))
+            words = "^resume=.*: the data has changed since this run began, in records, labels or"
+            refuses(words, begin, resumed, grid, began.log, {}, earlier=[event])
+        (folder / "va.csv").write_text(table("va"))
     linear = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
     trained = quick_run(*data, *linear, "trackers=[]", "retrain.rounds=null")
     assert read_run(trained.folder).settings["retrain"]["local_epochs"] == 3

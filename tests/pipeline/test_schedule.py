@@ -8,7 +8,7 @@ import torch
 
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
-from fednas_flwr.pipeline.schedule import for_data, make_schedules
+from fednas_flwr.pipeline.schedule import check_covered, for_data, make_schedules
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
@@ -261,6 +261,14 @@ def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config
     config = compose_config(*DP_FNAS, "privacy.delta=1e-300", *given)
     words = f"^{key}: no noise keeps .* raise {key.split('=')[0]}"
     refuses(words, make_schedule, config, RECORDS, done={})
+
+
+def test_sentences_on_the_noise_of_scores(compose_config):
+    own = ("privacy.scores_error=.1", "privacy.metrics_noise_multiplier=null")
+    little = compose_config(*DP_FNAS, "privacy.delta=1e-300", "privacy.epsilon=.001", *own)
+    refuses("=0.001: no noise keeps scores to the 0.00025", make_schedule, little, RECORDS, done={})
+    covers = {0: {"stage": "evaluate", "rounds": 0, "of": 1}}
+    refuses("raise privacy.scores_error=0.1 or set", check_covered, little.dp, covers, 1)
 
 
 # What the four arms of experiment=feathers/fraud_private earned in the first phase of a run at
