@@ -523,13 +523,7 @@ def _html(comparison: Comparison) -> str:
     ]
     costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1
     figures |= fronts(rows, costs, main.label, main.unit, sign=sign)
-    return templates.render(
-        "compare.html.j2",
-        comparison=comparison,
-        zip=zip,
-        figures=figures,
-        **templates.page_parts(figures),
-    )
+    return templates.render_page("compare.html.j2", figures, comparison=comparison)
 
 
 def write_curves(
