@@ -85,12 +85,9 @@ def importance(
             drops.append(score - measure(network(changed_NF), weights_1N))
         drop_R = torch.cat(drops) * (-1 if metric in LOSSES else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-        row: dict[str, Any] = {
-            "name": name,
-            "drop": float(drop_R.nanmean()),
-            "interval": ends.tolist(),
-        }
-        columns += [row] if bool(ends.isfinite().all()) else []
+        if bool(ends.isfinite().all()):
+            drop = float(drop_R.nanmean())
+            columns.append({"name": name, "drop": drop, "interval": ends.tolist()})
     columns.sort(key=lambda row: -row["drop"])
     numbers = [column.name for column in schema if column.kind != CATEGORY]
     size = len(numbers)

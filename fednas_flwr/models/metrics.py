@@ -1,6 +1,6 @@
 """Measures of a classifier on a split, for reports, and simpler models to compare with.
 
-:func:`evaluate` returns loss, accuracy and F1; :func:`pooled_baselines` the scores of models that a
+:func:`evaluate` returns loss and accuracy; :func:`pooled_baselines` the scores of models that a
 network has to beat; :func:`detailed` clinical measures per class and at a threshold, with intervals
 and calibration. The threshold is chosen on other records, from :func:`histogram`s that clients send
 of their validation records (:func:`best_threshold`).
@@ -41,6 +41,7 @@ MOST_PAIRS = 2000  # records whose predicted and true number a report shows
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples at a time
 LEVEL = 0.95
+SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *NUMBER_METRICS)
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,11 @@ class Metrics:
         accuracy: Share of correct predictions: for several labels, the mean over labels; for
             predicted numbers, their closeness.
         num_examples: Number of examples.
-        f1: F1, see ``Objective.scores``; None if it was not requested.
-        auroc: AUROC; None also if it is not defined.
-        average_precision: Average precision, likewise.
-        sensitivity: Sensitivity, likewise.
-        specificity: Specificity, likewise.
-        r2: R squared of predicted numbers, likewise.
-        rmse: Root of their mean squared error, likewise.
-        mae: Their mean absolute error, likewise.
     """
 
     loss: float
     accuracy: float
     num_examples: int
-    f1: float | None = None
-    auroc: float | None = None
-    average_precision: float | None = None
-    sensitivity: float | None = None
-    specificity: float | None = None
-    r2: float | None = None
-    rmse: float | None = None
-    mae: float | None = None
 
     def as_dict(self) -> dict[str, float]:
         """Return loss and accuracy by name, as clients send them."""
@@ -122,24 +107,20 @@ def evaluate(
     return measured(*predicted(network, split, device), objective=objective)
 
 
-def measured(
-    logits: Tensor, labels: Tensor, *, objective: Objective, with_scores: bool = False
-) -> Metrics:
+def measured(logits: Tensor, labels: Tensor, *, objective: Objective) -> Metrics:
     """Return the metrics of predictions.
 
     Args:
         logits: ``[N, classes]``, N at least 1.
         labels: See ``Objective``.
-        objective: Objective that computes losses, hits and scores.
-        with_scores: True to compute its scores, too, which loads scikit-learn.
+        objective: Objective that computes losses and hits.
     """
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
     for part, y in zip(*batches, strict=True):
         loss_sum += float(objective.tested_losses(part, y).sum())
         correct += float(objective.hits(part, y).sum())
-    scores = objective.scores(logits, labels) if with_scores else {}
-    return Metrics(loss_sum / number, correct / number, number, **scores)
+    return Metrics(loss_sum / number, correct / number, number)
 
 
 @torch.no_grad()
@@ -518,8 +499,9 @@ def detailed(
         objective: Objective with the positive class and its threshold.
         seed: Seed of the bootstrap.
     """
-    tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
-    metrics = objective.reported(asdict(tested))
+    tested = asdict(measured(logits_NC, labels_N, objective=objective))
+    scores = dict.fromkeys(SCORES) | objective.scores(logits_NC, labels_N)  # None if undefined
+    metrics = objective.reported(tested | scores)
     measure = partial(weighted_scores, logits_NC, labels_N, objective=objective)
     if isinstance(objective, Regression):
         predicted_N = objective.predictions(logits_NC)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.fedavg.strategy import planned
+from fednas_flwr.algorithms.fedavg.strategy import planned, training_settings
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.features import transform_of
@@ -348,11 +348,10 @@ def _data_free(config: Config) -> Config:
 
 def _with_found(config: Config, derived: Event) -> Retrain:
     """Return retraining's settings with the hyper-parameters that the search has found."""
-    if not derived.get("configuration"):
-        return config.retrain
-    found = parse(Configuration, derived["configuration"], key="configuration")
-    weights = found.annealed(config.retrain.weights)
-    return replace(config.retrain, weights=weights, drop_path_prob=found.dropout)
+    known = derived.get("configuration")
+    found = parse(Configuration, known, key="configuration") if known else None
+    weights, drop_path_prob = training_settings(config, found)
+    return replace(config.retrain, weights=weights, drop_path_prob=drop_path_prob)
 
 
 def _shipped(name: str, **changed: object) -> AlgorithmSettings:

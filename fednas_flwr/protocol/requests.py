@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self, TypedDict
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, ReplyError, check_choice
 from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
-from fednas_flwr.models.metrics import BINS
+from fednas_flwr.models.metrics import BINS, SCORES
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.privacy.policy import refused
@@ -38,7 +38,6 @@ LARGEST_TABLE = 2**20  # characters of a table of latencies, about 5,000 layers
 LARGER = 8  # largest multiple of a batch in proportion to records, as it is held in memory
 LARGEST_RECORD = 2**28  # values of a record's features
 MOST_SUMS = 10**6
-SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
 
 Number = Annotated[int, ps.Between(0, MAX_EXAMPLES)]

@@ -22,7 +22,7 @@ from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import COSTS, bars, fronts
+from fednas_flwr.report.plots import COSTS, Bar, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
@@ -511,12 +511,11 @@ def _html(comparison: Comparison) -> str:
     main, figures = comparison.main, {}
     found = [(group, group.score) for group in comparison.groups if group.score is not None]
     if found:
-        ends = [
-            (of.mean, of.mean) if of.low is None or of.high is None else (of.low, of.high)
-            for _, of in found
+        results: list[Bar] = [
+            (group.name, of.mean, None if of.low is None or of.high is None else (of.low, of.high))
+            for group, of in found
         ]
-        names, means = [group.name for group, _ in found], [of.mean for _, of in found]
-        figures["results"] = bars(names, means, ends, main.label, main.unit)
+        figures["results"] = bars(results, main.label, main.unit)
     rows = [
         {name: of.mean for name, of in group.metrics.items()}
         | {"network": group.name, "test": score.mean}
@@ -524,13 +523,7 @@ def _html(comparison: Comparison) -> str:
     ]
     costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1
     figures |= fronts(rows, costs, main.label, main.unit, sign=sign)
-    return templates.render(
-        "compare.html.j2",
-        comparison=comparison,
-        zip=zip,
-        figures=figures,
-        **templates.page_parts(figures),
-    )
+    return templates.render_page("compare.html.j2", figures, comparison=comparison)
 
 
 def write_curves(

@@ -8,7 +8,6 @@ holds text that a client wrote.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def render_report(run_folder: Path) -> str:
     """
     run = read_run(run_folder)
     derived = run.last("derived")
-    warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     figures, config = plots.all_figures(run), run.folder / CONFIG_FILE
     settings = config.read_text(encoding="utf-8") if config.exists() else ""
     layers = derived.get("layers") or []
@@ -57,25 +55,20 @@ def render_report(run_folder: Path) -> str:
         for kind, edges in (derived.get("genotype") or {}).get("cells", {}).items()
         if edges and (kind in used or not used)
     ]
-    return templates.render(
+    return templates.render_page(
         "report.html.j2",
+        figures,
         run=run,
         tables=score_tables,
         METRICS=METRICS,
         SPLITS=SPLITS,
         MOST_SHOWN=MOST_SHOWN,
         by_seconds=lambda used: sorted(used.items(), key=lambda pair: -sum(pair[1])),
-        partition=run.last("partition"),
-        zip=zip,
         # without this machine's folders: each path keeps its last part
         config_text=re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", settings),
-        stages=[name for name in score_tables.STAGES if run.rounds(name)],
         layers=layers,
         cells=pictures,
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),
-        warnings=warnings.most_common(),
-        figures=figures,
-        **templates.page_parts(figures),
     )
 
 
@@ -90,7 +83,7 @@ class Picture:
     figure: plots.Figure
 
     def _repr_html_(self) -> str:
-        page = templates.render("picture.html.j2", **templates.page_parts({"shown": self.figure}))
+        page = templates.render_page("picture.html.j2", {"shown": self.figure})
         height = self.figure["layout"]["height"] + 20
         frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
         return frame.format(escape(page))

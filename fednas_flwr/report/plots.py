@@ -13,7 +13,7 @@ is needed. Colours are CSS variables with defaults for light paper (``--cell-lin
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from statistics import fmean
 from typing import Any
@@ -28,6 +28,7 @@ from fednas_flwr.runs.numbers import GUESSES, METRICS, Run, Unit, is_noised
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
+Bar = tuple[str, float, Sequence[float] | None]  # name, value, and its interval if it has one
 
 CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
 DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
@@ -136,9 +137,7 @@ def curves(
 
 
 def bars(
-    names: Sequence[str],
-    values: Sequence[float],
-    ends: Sequence[tuple[float, float]],
+    rows: Iterable[Bar],
     title: str,
     unit: Unit,
     *,
@@ -150,14 +149,14 @@ def bars(
     The axis begins a tenth below all intervals, so that the bars can be distinguished.
 
     Args:
-        names: Names of the bars, from top to bottom.
-        values: Their lengths.
-        ends: Their intervals, ``(value, value)`` for none.
+        rows: The bars, from top to bottom.
         title: Title of the values.
         unit: Unit of the values.
         colours: Colours of the bars; by default all but the first have the same colour.
         from_zero: True if the axis begins at 0 or below, as for differences.
     """
+    names, values, intervals = zip(*rows, strict=True)
+    ends = [pair or (value, value) for value, pair in zip(values, intervals, strict=True)]
     low, high = min(map(min, ends)), max(map(max, ends))
     start = min(0.0, low) if from_zero or low < 0 else max(0.0, math.floor(10 * low - 0.5) / 10)
     end = max(1.0, high) if unit == "share" and high > 0.5 else high + 0.05 * (high - start)
@@ -190,9 +189,8 @@ def leaderboard(run: Run) -> Figure | None:
     rows = [r for r in rows if r["network"] not in GUESSES or score.sign * r["test"] >= least]
     if not rows:
         return None
-    names, values = [row["network"] for row in rows], [row["test"] for row in rows]
-    ends = [row["interval"] or (row["test"], row["test"]) for row in rows]
-    return bars(names, values, ends, f"{score.label} on test records", score.unit)
+    shown = [(row["network"], row["test"], row["interval"]) for row in rows]
+    return bars(shown, f"{score.label} on test records", score.unit)
 
 
 def leaderboard_fronts(run: Run) -> dict[str, Figure]:
@@ -210,21 +208,20 @@ def client_accuracy(run: Run) -> Figure | None:
     clients = [c for c in run.client_results() if c.get("accuracy") is not None]
     if len(clients) < 2:
         return None
-    names, values = list(map(_named, clients)), [c["accuracy"] for c in clients]
-    rest = {"mean of the clients": (fmean(values), ORANGE)}
-    if (central := run.scores("central").get("accuracy")) is not None:
-        rest["server's test set"] = central, GREEN
-    ends = [(value, value) for value in values]
+    values = [client["accuracy"] for client in clients]
+    rows: list[Bar] = [(_named(client), client["accuracy"], None) for client in clients]
     if len(values) > MOST_SHOWN:
-        values = quantiles(values)
-        names, ends = [f"{q:.0%} of clients" for q in QUANTILES], [(v, v) for v in values]
+        shares = zip(QUANTILES, quantiles(values), strict=True)
+        rows = [(f"{share:.0%} of clients", value, None) for share, value in shares]
     elif not run.is_private:
-        ends = [wilson(client["accuracy"], client.get("num_examples")) for client in clients]
-    colours = [BLUE] * len(values)
-    for name, (value, colour) in rest.items():
-        names, values = [*names, name], [*values, value]
-        ends, colours = [*ends, (value, value)], [*colours, colour]
-    return bars(names, values, ends, "test accuracy", "share", colours=colours)
+        numbers = (client.get("num_examples") for client in clients)
+        pairs = zip(rows, numbers, strict=True)
+        rows = [(name, value, wilson(value, number)) for (name, value, _), number in pairs]
+    colours = [*[BLUE] * len(rows), ORANGE, GREEN]
+    rows.append(("mean of the clients", fmean(values), None))
+    if (central := run.scores("central").get("accuracy")) is not None:
+        rows.append(("server's test set", central, None))
+    return bars(rows, "test accuracy", "share", colours=colours[: len(rows)])
 
 
 def importance(run: Run) -> Figure | None:
@@ -232,9 +229,9 @@ def importance(run: Run) -> Figure | None:
     columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
     if not columns:
         return None
-    names, drops, ends = ([c[key] for c in columns] for key in ("name", "drop", "interval"))
+    rows = [(column["name"], column["drop"], column["interval"]) for column in columns]
     title, look = f"loss of {run.score.label} without the column", [BLUE] * len(columns)
-    return bars(names, drops, ends, title, "score", colours=look, from_zero=True)
+    return bars(rows, title, "score", colours=look, from_zero=True)
 
 
 def fronts(

@@ -236,13 +236,14 @@ def read_part(name: str) -> str:
     return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def page_parts(figures: object) -> dict[str, Markup]:
-    """Return style and scripts of a page, and its figures as JSON that cannot end their element."""
+def render_page(name: str, figures: object, **context: object) -> str:
+    """Return a page with style, scripts and its figures, as JSON that cannot end their element."""
     files = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
     parts = {part: read_part(name) for part, name in files.items()}
     text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
     parts["figures_json"] = text.replace("<", "\\u003c")
-    return {part: Markup(text) for part, text in parts.items()}  # noqa: S704
+    safe = {part: Markup(text) for part, text in parts.items()}  # noqa: S704
+    return render(name, figures=figures, zip=zip, **safe, **context)
 
 
 def _markdown(value: object) -> Markup:

@@ -7,7 +7,6 @@ methods of `Run`, so that they cannot disagree. A number that the run did not re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, quantiles
@@ -533,20 +532,14 @@ def _of(place: str, key: str) -> Callable[[Run], float | None]:
     return read
 
 
-def _score_of(run: Run, model: str, score: Score) -> float | None:
-    """Return a score of one model of a run."""
-    return score.of(run.scores(model))
-
-
 def _scores(model: str, prefix: str) -> list[Metric]:
     """Return the scores of one model as metrics."""
+
+    def reader(score: Score) -> Callable[[Run], float | None]:
+        return lambda run: score.of(run.scores(model))
+
     return [
-        Metric(
-            f"{model}_{score.name}",
-            f"{prefix} {score.label}",
-            score.unit,
-            partial(_score_of, model=model, score=score),
-        )
+        Metric(f"{model}_{score.name}", f"{prefix} {score.label}", score.unit, reader(score))
         for score in SCORES
         if model in score.models
     ]

@@ -62,11 +62,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     named = any(text.startswith("dataset.backbone") and text[-5:] != "=null" for text in overrides)
     chosen = any(re.search(r"^search_space=|\boutput[=:] ?map\b", text) for text in overrides)
     of_features = ["search_space=mlp_small"] if named and not chosen else []
-    with _initialized():
-        try:
-            tree = _plain(compose(PRIMARY, for_hydra([*overrides, *of_features])))
-        except (HydraException, OmegaConfBaseException, OSError) as error:
-            raise _composition_error(error, overrides) from error
+    with _composing(overrides):
+        tree = _plain(compose(PRIMARY, for_hydra([*overrides, *of_features])))
     tree.pop("sweep", None)  # for Hydra only
     for text in overrides:
         key, value = _parse(text).key_or_group, _parse(text).value()
@@ -170,6 +167,16 @@ def _initialized() -> Iterator[None]:
         if outer is not None:
             GlobalHydra.instance().clear()
             GlobalHydra.instance().initialize(outer)
+
+
+@contextmanager
+def _composing(overrides: Sequence[str]) -> Iterator[None]:
+    """Initialise Hydra, and raise ConfigError where it cannot compose the overrides."""
+    with _initialized():
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException, OSError) as error:
+            raise _composition_error(error, overrides) from error
 
 
 def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
@@ -368,17 +375,14 @@ def compose_sweep(fixed: Sequence[str]) -> Sweep:
     Raises:
         ConfigError: An override is wrong, or a plugin is not installed.
     """
-    with _initialized():
-        try:
-            names = {*_groups(fixed), SEARCH_PATH.removesuffix("=")}
-            chosen = [text for text in fixed if text.partition("=")[0] in names]
-            known = _plain(compose(PRIMARY, chosen), resolve=False)
-            whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
-            folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
-            tree = _plain(whole, resolve=False)
-            del tree["hydra"]
-        except (HydraException, OmegaConfBaseException) as error:
-            raise _composition_error(error, fixed) from error
+    with _composing(fixed):
+        names = {*_groups(fixed), SEARCH_PATH.removesuffix("=")}
+        chosen = [text for text in fixed if text.partition("=")[0] in names]
+        known = _plain(compose(PRIMARY, chosen), resolve=False)
+        whole = compose(PRIMARY, for_hydra(fixed, known), return_hydra_config=True)
+        folder = Path(str(whole.hydra.sweep.dir)).expanduser().resolve()
+        tree = _plain(whole, resolve=False)
+        del tree["hydra"]
     metric = tree.pop("sweep").get("metric")
     metrics = [str(name) for name in (metric if isinstance(metric, list) else [metric])]
     return Sweep(folder, str(whole.hydra.sweeper._target_), metrics, known, tree)

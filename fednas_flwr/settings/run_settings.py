@@ -201,9 +201,8 @@ class NetworkLimits(ps.Checked):
     @property
     def by_name(self) -> dict[str, float]:
         """The limits that are set."""
-        limits = {"parameters": self.parameters, "multiply_adds": self.multiply_adds}
-        named = {**limits, "latency_ms": self.latency_ms}
-        return {name: most for name, most in named.items() if most is not None}
+        limits = {name: most for name, most in vars(self).items() if name != "table"}
+        return {name: most for name, most in limits.items() if most is not None}
 
 
 @dataclass(frozen=True)
