@@ -76,13 +76,15 @@ def importance(
     resamples = torch.split(resampled(permutations, number, generator), 1)
     before = [measure(logits_NC, weights_1N) for weights_1N in resamples]
     for name, at in places.items():
-        drops = []
-        for weights_1N, score in zip(resamples, before, strict=True):
+        shuffled = []
+        for _ in resamples:
             order_N = torch.rand(number, generator=generator, dtype=torch.float64)
             shuffled_N = (sites_N + order_N).argsort()
             changed_NF = x_NF.clone()
             changed_NF[sites_N.argsort(stable=True)[:, None], at] = x_NF[shuffled_N[:, None], at]
-            drops.append(score - measure(network(changed_NF), weights_1N))
+            shuffled.append(changed_NF)
+        after = map(measure, network(torch.cat(shuffled)).split(number), resamples)
+        drops = [score - other for score, other in zip(before, after, strict=True)]
         drop_R = torch.cat(drops) * (-1 if metric in LOSSES else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
         if bool(ends.isfinite().all()):

@@ -22,7 +22,7 @@ from pathlib import PurePath
 from statistics import fmean, stdev
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
@@ -199,10 +199,16 @@ FORMATS: dict[str, Callable[..., object]] = {  # filters
 
 def render(name: str, **context: object) -> str:
     """Return a template of ``page/``, filled in."""
+    return _template(name).render(context)
+
+
+@cache
+def _template(name: str) -> Template:
+    """Return a compiled template of ``page/``; compiling takes longer than filling in."""
     finalize = _markdown if name.endswith(".md.j2") else None
     environment = _environment(autoescape=True, finalize=finalize)
     environment.globals |= {"sentence": sentence, "paragraphs": paragraphs}
-    return environment.from_string(read_part(name)).render(context)
+    return environment.from_string(read_part(name))
 
 
 def paragraphs(name: str, *values: object) -> list[str]:
