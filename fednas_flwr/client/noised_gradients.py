@@ -215,8 +215,7 @@ class NoisedGradients:
     ) -> ClippedSum:
         """Return the clipped sum of gradients by the alphas, through the paths' gates."""
         alphas, objective = supernet.alphas(), self._client.objective
-        form = None if hardware is None else hardware.terms.loss
-        factor = hardware if form == "multiplicative" else None
+        factor = hardware if hardware is not None and hardware.form == "multiplicative" else None
         gates_EK = px.active_gates(paths_EK, like=alphas[CELL])
 
         def losses(output: Output, labels: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ class NoisedGradients:
         self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None
     ) -> Tensor:
         """Return the gradient [E, O] of an additive loss's cost; zeros without one."""
-        if hardware is None or hardware.terms.loss != "additive":
+        if hardware is None or hardware.form != "additive":
             return torch.zeros_like(supernet.alphas()[CELL])
         return px.cost_gradient(hardware, supernet, paths_EK)
 

@@ -22,12 +22,13 @@ from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import COSTS, Bar, bars, fronts
+from fednas_flwr.report.plots import Bar, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs import numbers as rn
 from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.leaderboard import COSTS
 from fednas_flwr.runs.numbers import Metric, Run
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18

@@ -15,8 +15,8 @@ from markupsafe import escape
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import plots, score_tables, templates
-from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
-from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
+from fednas_flwr.runs.numbers import CONFIG_FILE, read_run
+from fednas_flwr.settings.names import SPLITS
 
 WIDEST_IN_PAIRS = 640
 RENEW_S = 5
@@ -60,9 +60,7 @@ def render_report(run_folder: Path) -> str:
         figures,
         run=run,
         tables=score_tables,
-        METRICS=METRICS,
         SPLITS=SPLITS,
-        MOST_SHOWN=MOST_SHOWN,
         by_seconds=lambda used: sorted(used.items(), key=lambda pair: -sum(pair[1])),
         # without this machine's folders: each path keeps its last part
         config_text=re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", settings),

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.templates import as_date, as_unit, quantiles, render
 from fednas_flwr.runs.events import Event, NamedClient
-from fednas_flwr.runs.leaderboard import compared
+from fednas_flwr.runs.leaderboard import COSTS, compared
 from fednas_flwr.runs.numbers import GUESSES, METRICS, Run, Unit, is_noised
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
@@ -42,7 +42,6 @@ MOST_MARKERS = 60
 MOST_GAPS = 40  # rows or columns of a heat map that are drawn with gaps
 MOST_LABELS = 12  # points that have their names beside them
 WIDE_RANGE = 100  # ratio of costs from which on their axis is logarithmic
-COSTS = ("multiply_adds", "latency_ms", "traffic_mb", "epsilon")  # of networks that a run compares
 LONGEST_NAME = 24
 CHARACTER_WIDTH = 6.9  # in the picture of a cell
 CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {

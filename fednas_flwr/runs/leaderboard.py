@@ -17,6 +17,7 @@ from fednas_flwr.runs import numbers as rn
 from fednas_flwr.settings.names import ACCURACY, FOUND, LINEAR
 
 FINALISTS = 2  # besides the linear model
+COSTS = ("multiply_adds", "latency_ms", "traffic_mb", "epsilon")  # of compared networks
 FRONT = "front_"  # prefix of networks of different costs, numbered from the cheapest, 1
 
 
@@ -60,11 +61,8 @@ class Candidate:
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
-            "multiply_adds": numbers["multiply_adds"],
-            "latency_ms": numbers["latency_ms"],
-            "traffic_mb": numbers["traffic_mb"],
+            **{cost: numbers[cost] for cost in COSTS},
             "seconds": self.run.total_seconds(),
-            "epsilon": numbers["epsilon"],
             "reason": "not finished" if self.run.status == "unfinished" else self.run.reason,
         }
 

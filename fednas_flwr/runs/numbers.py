@@ -153,9 +153,9 @@ class Run:
         """The names of the classes, or labels."""
         return [str(name) for name in self.last("partition").get("class_names") or []]
 
-    def rounds(self, stage: str) -> list[Event]:
-        """Return a stage's rounds, each once."""
-        return ev.latest_rounds(self.events, stage)
+    def rounds(self, *stages: str) -> list[Event]:
+        """Return the rounds of some stages, each once."""
+        return [event for stage in stages for event in ev.latest_rounds(self.events, stage)]
 
     @property
     def status(self) -> str:
@@ -365,13 +365,12 @@ class Run:
 
     def traffic(self, *stages: str) -> tuple[int, int]:
         """Return the bytes that the server sent and received in the rounds of some stages."""
-        rounds = [event for stage in stages for event in self.rounds(stage)]
+        rounds = self.rounds(*stages)
         return sum(e["bytes_sent"] for e in rounds), sum(e["bytes_received"] for e in rounds)
 
     def answers(self, *stages: str) -> int:
         """Return the number of clients' answers in the rounds of some stages, one per round."""
-        rounds = [event for stage in stages for event in self.rounds(stage)]
-        return sum(len(event.get("clients") or {}) for event in rounds)
+        return sum(len(event.get("clients") or {}) for event in self.rounds(*stages))
 
     def accuracy(self) -> float | None:
         """Return the server's test accuracy, or the clients' if the server does not test."""
@@ -510,7 +509,7 @@ class Run:
 
     def _all_rounds(self) -> list[Event]:
         """Return the rounds of all stages, each once."""
-        return [event for stage in self._stages() for event in self.rounds(stage)]
+        return self.rounds(*self._stages())
 
     def _of_final_rounds(self, kind: str) -> list[Event]:
         """Return events, of a kind that has rounds, without those of rounds repeated later."""

@@ -110,16 +110,21 @@ class HardwareLoss:
         loss.check()
         return loss
 
+    @property
+    def form(self) -> str:
+        """One of ``LOSSES``."""
+        return self.terms.loss
+
     def check(self) -> None:
         """Raise ConfigError if no network reaches the target, or a logarithm is not positive."""
         costs, target, unit = self.costs, self.terms.target, self.terms.unit
-        check_choice("hardware.loss", self.terms.loss, LOSSES)
+        check_choice("hardware.loss", self.form, LOSSES)
         if not costs.lowest <= target <= costs.highest:
             raise ConfigError(
                 f"hardware.target={target:g} {unit} cannot be reached: networks of this space cost "
                 f"{costs.lowest:.4g} to {costs.highest:.4g} {unit}."
             )
-        if self.terms.loss == "multiplicative" and costs.lowest <= 1:
+        if self.form == "multiplicative" and costs.lowest <= 1:
             raise ConfigError(
                 f"hardware.loss=multiplicative needs costs above 1 {unit}, of which it takes "
                 f"logarithms, but networks cost {costs.lowest:.4g} {unit} on: set "
@@ -129,7 +134,7 @@ class HardwareLoss:
     def __call__(self, task_loss: Tensor, cost: Tensor) -> Tensor:
         """Return the loss."""
         target, scale = self.terms.target, self.terms.scale
-        if self.terms.loss == "multiplicative":
+        if self.form == "multiplicative":
             ratio = cost.log() / math.log(target)
             return task_loss * scale * ratio**self.terms.exponent
         return task_loss + scale * (cost - target) / target

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
@@ -117,6 +117,15 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
     return configuration.annealed(weights), configuration.dropout
 
 
+def _terms(retrain: Retrain, drop_path_prob: float, number: int, num_rounds: int) -> dict[str, Any]:
+    """The records of a round's steps, and how they are computed; rounds count from 1."""
+    return {
+        "split": "+".join(trained_on(retrain.evaluate_every)),
+        "drop_path_prob": drop_path_prob * (number - 1) / num_rounds,
+        "augmented": number <= (1 - retrain.unaugmented) * num_rounds,
+    }
+
+
 class _Averaged(FlowerFedAvg):
     """Stand-in that gives Flower's optimiser the already computed average of the replies."""
 
@@ -197,13 +206,9 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train at all clients, average the weights, and measure them if an evaluation is due."""
         weights, every = self.weights, self.config.retrain.evaluate_every
-        local = self.local_training(
-            weights.at_round(server_round, num_rounds),
-            self.drop_path_prob * (server_round - 1) / num_rounds,
-            split="+".join(trained_on(every)),
-            proximal=self.proximal,
-            augmented=server_round <= (1 - self.config.retrain.unaugmented) * num_rounds,
-        )
+        terms = _terms(self.config.retrain, self.drop_path_prob, server_round, num_rounds)
+        sgd = weights.at_round(server_round, num_rounds)
+        local = self.local_training(sgd, proximal=self.proximal, **terms)
         metrics = self.train("train.weights", Train(local=local))
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
@@ -333,17 +338,16 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         steps = base.local_steps(self.config, self.stage) or retrain.local_steps(usual)
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         replies: list[Reply] = []
+        terms = _terms(retrain, self.drop_path_prob, server_round, num_rounds)
         for step in range((server_round - 1) * steps, server_round * steps):
             request = TakeNetworkGradient(
                 network=self.description,
-                split="+".join(trained_on(retrain.evaluate_every)),
                 step=step,
                 batch_size=None if self.is_private else retrain.batch_size,
                 auxiliary_weight=retrain.auxiliary_weight,
-                drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
-                augmented=server_round <= (1 - retrain.unaugmented) * num_rounds,
                 precision=self.config.training.precision,
                 usual=max(1.0, usual),
+                **terms,
             )
             action = "train.network_gradient"
             replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
