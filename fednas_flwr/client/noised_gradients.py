@@ -83,7 +83,7 @@ class NoisedGradients:
                 raise ConfigError("refused, the costs of hardware are not of this supernet's ops.")
             self._cost_gradient(supernet, paths_EK, hardware)
         computation = partial(self._gate_sum, supernet, paths_EK, hardware)
-        kind = "gates" if hardware is None else f"gates, {hardware.terms.loss}"
+        kind = "gates" if hardware is None else f"gates, {hardware.form}"
         self._rehearse("alphas", computation, px.PathNetwork(supernet, paths_EK), kind, *chosen)
 
     def _rehearse(

@@ -27,7 +27,7 @@ class Known(torch.nn.Module):
     asked = 0
 
     def forward(self, x):
-        self.asked += 1
+        self.asked += len(x) // NUMBER
         return torch.stack([torch.zeros(len(x)), 3 * x[:, 0] + 2 * x[:, 6]], 1)
 
 
