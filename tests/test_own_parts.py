@@ -170,6 +170,7 @@ WRONG_NETWORKS = [
     (lambda shape, classes: small(shape, 7), r"turns \[2, 9\] into \[2, 7\]: expected \[2, 3\], a"),
     (lambda shape, classes: nn.Linear(5, classes), "the network odd of your own fails: "),
     (lambda shape, classes: None, "the network odd of your own fails: "),
+    (lambda shape, classes: nn.Sequential(Mixing(), small(shape, classes)), "on no other record"),
 ]
 
 
@@ -184,6 +185,7 @@ def test_names_are_checked():
         (register_op, "wide", wide, "op=wide exists"),
         (register_network, "linear", small, "network=linear exists"),
         (register_loss, "huber", focal, "loss=huber exists"),
+        (register_loss, "null", focal, "loss='null' is no name"),
         (register_metric, "AUROC", lambda p, y: 0.0, "metric=AUROC exists"),
     ):
         refuses(words, register, name, own)

@@ -240,13 +240,17 @@ def make_network(description: Description) -> nn.Module:
 
 
 def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return a network from outside the package, after a try on two records of zeros."""
-    make, x = TABLES["network"][name], torch.zeros(2, *shape)
-    network, out, _ = tried(f"network {name}", make, (shape, num_classes), x)
-    if out.shape != (2, num_classes):
+    """Return a network from outside the package, after a try on two records, and on one alone."""
+    x = torch.linspace(-1, 1, 2 * math.prod(shape)).view(2, *shape)
+    make = TABLES["network"][name]
+    network, out, alone = tried(f"network {name}", make, (shape, num_classes), x)
+    if out.shape != (2, num_classes) or not (
+        out.is_meta or torch.allclose(out[:1], alone, rtol=1e-3, atol=1e-4)
+    ):
         raise ConfigError(
             f"the network {name} of your own turns {[2, *shape]} into {list(out.shape)}: expected "
-            f"{[2, num_classes]}, a score per class."
+            f"{[2, num_classes]}, a finite score per class, which depends on no other record and "
+            "is the same each time."
         )
     return network.train()
 
