@@ -170,21 +170,13 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
                 retrain(run, description, None)
         if "evaluate" in keys:
             common: dict[str, Any] = {"network": description, "data_set": config.private_data_set}
-            tests = {
-                "evaluate.model": rq.Evaluate(**common, split="test"),
-                "evaluate.scores": rq.CountScores(**common),
-            }
-            for planned in [of for of in run.schedule if of.action in tests]:
-                ranges = {planned.kind: 1.0} if planned.shared else {}
-                grid.record(
-                    Request(
-                        planned.action,
-                        Header("", "evaluate", 0, 1, 0, ""),
-                        tests[planned.action],
-                        statistics=run.cohort.statistics,
-                        summed=Summed("any", (0,), ranges) if config.secure_sum else None,
-                    )
-                )
+            metrics, scores = rq.Evaluate(**common, split="test"), rq.CountScores(**common)
+            header, statistics = Header("", "evaluate", 0, 1, 0, ""), run.cohort.statistics
+            for planned in [of for of in run.schedule if of.stage == "evaluate"]:
+                summed = Summed("any", (0,), {planned.kind: 1.0} if planned.shared else {})
+                settings = scores if planned.kind == "scores" else metrics
+                asked = Request(planned.action, header, settings, statistics=statistics)
+                grid.record(replace(asked, summed=summed if config.secure_sum else None))
         return run.schedule, grid.asked
 
 
