@@ -320,10 +320,14 @@ def select_records(records: Records, rows: np.ndarray) -> Records:
 
 
 def fingerprint(records: Records) -> str:
-    """Return a hash of all records, and of the names of their features and classes."""
-    names = repr((records.feature_names, records.class_names)).encode()
+    """Return a hash of all records, and of the names of a table's columns and of the classes.
+
+    Images count by their ids, so that it is the same for features that are made of them.
+    """
+    names = repr((records.schema, records.class_names)).encode()
     digest = hashlib.blake2b(names, digest_size=16)
-    for values in (records.features.numpy(), records.labels.numpy(), records.ids):
+    tables = [records.features.numpy()] if records.schema else []
+    for values in (records.labels.numpy(), records.ids, *tables):
         digest.update(np.ascontiguousarray(values).view(np.uint8).data)
     return digest.hexdigest()
 

@@ -404,7 +404,7 @@ def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_fre
     assert of_features("privacy.statistics_noise_multiplier=7")[0].noise_multiplier == 7
     accepted = of_features("privacy.epsilon=8", least=[0.1, 30.0, 30.0])
     assert accepted[0].noise_multiplier == 30  # as most sites ask for
-    refuses("no noise keeps statistics to 0.0009", of_features, "privacy.epsilon=0.003")
+    refuses("no noise keeps statistics to the 0.0009", of_features, "privacy.epsilon=0.003")
 
 
 def test_no_mean_is_planned_of_other_data_or_where_it_is_not_wanted(of_features):
