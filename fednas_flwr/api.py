@@ -290,7 +290,8 @@ def register_data_set(
             ``y_test``. Or a reader, a function of the path ``dataset.root`` and of ``settings`` as
             keyword arguments. It returns train and test
             :class:`~fednas_flwr.data.records.Records`, the latter None if there are none; or in
-            their place torch's data sets of (example, class), or their loaders.
+            their place torch's data sets of (example, class), or their loaders. Of more parts, or
+            of a dict of ``train``, ``validation`` and ``test``, the last is the test set.
         settings: Names of settings of other data sets that a reader takes. The settings of all
             images, and ``statistics`` and ``ranges`` of tables, can always be set. Arrays have the
             settings of ``dataset=npz``.

@@ -185,7 +185,7 @@ def test_names_are_checked():
         (register_op, "wide", wide, "op=wide exists"),
         (register_network, "linear", small, "network=linear exists"),
         (register_loss, "huber", focal, "loss=huber exists"),
-        (register_loss, "null", focal, "loss='null' is no name"),
+        (register_loss, "Null", focal, "loss='Null' is no name"),
         (register_metric, "AUROC", lambda p, y: 0.0, "metric=AUROC exists"),
     ):
         refuses(words, register, name, own)
@@ -339,7 +339,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
         assert result.model.class_names == classes
         assert result.scores["central"]["accuracy"] >= 0
     (note, *_) = DATA_SETS["three"].read(None, tmp_path)[0].notes
-    assert note == "of three parts the last is the test set, and the second is not read"
+    assert note == "the last part is the test set, and none between it and the first is read"
     for name in ("wrong", "table", "weighted", "batches"):
         wrong = compose(f"dataset={name}", "clients=2", f"dataset.cache={tmp_path}")
         refuses("expected Records, or torch data sets", run, wrong)

@@ -213,7 +213,7 @@ def _chosen(data: Any) -> tuple[Any, Sequence[int]]:
     if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler) == len(whole):
         chosen = range(len(whole))
     rows = np.asarray(chosen)
-    if rows.ndim != 1 or rows.dtype.kind != "i":
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise TypeError(f"{type(sampler).__name__} draws its examples: choose them by a Subset")
     return whole, rows.tolist()
 
@@ -259,7 +259,7 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
         test = others[-1] if others else None
         pair = (train, test) if isinstance(train, Records) else _from_torch(train, test)
         if len(others) > 1:
-            note = "of three parts the last is the test set, and the second is not read"
+            note = "the last part is the test set, and none between it and the first is read"
             pair = replace(pair[0], notes=(note, *pair[0].notes)), pair[1]
         return pair
 

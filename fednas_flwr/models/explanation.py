@@ -25,7 +25,7 @@ from fednas_flwr.settings.names import LOSSES
 
 FEWEST, PERMUTATIONS = 5, 40  # shuffles of each column, each on a resample of the records
 MOST_PASSES = 4000  # passes of the network; if there were more, columns get the fewest shuffles
-MOST_RECORDS = 2000
+MOST_RECORDS, MOST_VALUES = 2000, 20_000_000  # of a table, and of all that pass at once
 MISTAKES, LARGEST_MISTAKE = 12, 48  # images, and pixels along a side
 EFFECTS, POINTS = 6, 11
 CORRELATED = 0.7  # least correlation with which two columns are listed
@@ -75,16 +75,21 @@ def importance(
     permutations = max(FEWEST, min(PERMUTATIONS, MOST_PASSES // len(places)))
     resamples = torch.split(resampled(permutations, number, generator), 1)
     before = [measure(logits_NC, weights_1N) for weights_1N in resamples]
+    by_site_N = sites_N.argsort(stable=True)
+
+    def shuffled(at: list[int]) -> Tensor:
+        order_N = torch.rand(number, generator=generator, dtype=torch.float64)
+        changed_NF = x_NF.clone()
+        changed_NF[by_site_N[:, None], at] = x_NF[(sites_N + order_N).argsort()[:, None], at]
+        return changed_NF
+
+    at_once = max(1, MOST_VALUES // x_NF.numel())
     for name, at in places.items():
-        shuffled = []
-        for _ in resamples:
-            order_N = torch.rand(number, generator=generator, dtype=torch.float64)
-            shuffled_N = (sites_N + order_N).argsort()
-            changed_NF = x_NF.clone()
-            changed_NF[sites_N.argsort(stable=True)[:, None], at] = x_NF[shuffled_N[:, None], at]
-            shuffled.append(changed_NF)
-        after = map(measure, network(torch.cat(shuffled)).split(number), resamples)
-        drops = [score - other for score, other in zip(before, after, strict=True)]
+        after: list[Tensor] = []
+        for some in torch.split(torch.arange(permutations), at_once):
+            after += network(torch.cat([shuffled(at) for _ in some])).split(number)
+        scores = map(measure, after, resamples)
+        drops = [score - other for score, other in zip(before, scores, strict=True)]
         drop_R = torch.cat(drops) * (-1 if metric in LOSSES else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
         if bool(ends.isfinite().all()):

@@ -30,6 +30,10 @@ from fednas_flwr.settings.names import LEAST_CALIBRATED
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
 GIVEN = ("metrics", "scores", STATISTICS)  # kinds whose noise is not calibrated here
 RARER = 0.1  # share of records in the rarer class for which the error of scores is planned
+_CURES = {  # of too small an epsilon, by kind
+    "scores": "set privacy.scores_error=null",
+    STATISTICS: "set privacy.statistics_share=0",
+}
 SCORES_SHARE = 0.25  # largest share of epsilon that scores cost if they are released alone
 
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
@@ -253,8 +257,8 @@ def _least_noise(
         key = "privacy.epsilon" if epsilon is None else f"privacy.{name}.epsilon"
         raise ConfigError(
             f"{key}={epsilon or privacy.epsilon:g}: no noise keeps {name} to the {target:.3g} that "
-            f"it has for {steps} steps at privacy.delta={privacy.delta:g}; raise {key}, or take "
-            "fewer steps or rounds."
+            f"it has for {steps} steps at privacy.delta={privacy.delta:g}; raise {key}, or "
+            f"{_CURES.get(name, 'take fewer rounds')}."
         ) from error
 
 

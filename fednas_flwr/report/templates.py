@@ -22,7 +22,7 @@ from pathlib import PurePath
 from statistics import fmean, stdev
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
@@ -199,21 +199,14 @@ FORMATS: dict[str, Callable[..., object]] = {  # filters
 
 def render(name: str, **context: object) -> str:
     """Return a template of ``page/``, filled in."""
-    return _template(name).render(context)
-
-
-@cache
-def _template(name: str) -> Template:
-    """Return a compiled template of ``page/``; compiling takes longer than filling in."""
     finalize = _markdown if name.endswith(".md.j2") else None
-    environment = _environment(autoescape=True, finalize=finalize)
-    environment.globals |= {"sentence": sentence, "paragraphs": paragraphs}
-    return environment.from_string(read_part(name))
+    return _environment(True, finalize).get_template(name).render(context)
 
 
 def paragraphs(name: str, *values: object) -> list[str]:
     """Return one macro of ``sentences.j2``, filled in, with a line of text per paragraph."""
-    text = str(getattr(_sentences(), name)(*values))
+    macros = _environment(False, _on_one_line).get_template("sentences.j2").module
+    text = str(getattr(macros, name)(*values))
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
@@ -223,17 +216,19 @@ def sentence(name: str, *values: object) -> str:
 
 
 @cache
-def _sentences() -> Any:
-    # no word begins a paragraph
-    environment = _environment(autoescape=False, finalize=lambda x: " ".join(str(x).split()))
-    return environment.from_string(read_part("sentences.j2")).module
-
-
-def _environment(**options: Any) -> Environment:
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
+def _environment(autoescape: bool, finalize: Callable[[Any], Any] | None) -> Environment:
+    """Return an environment, which compiles each template once: that takes longer than filling."""
+    environment = Environment(  # noqa: S701
+        loader=FunctionLoader(read_part),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        autoescape=autoescape,
+        finalize=finalize,
+    )
     environment.filters |= FORMATS
     environment.tests |= {"noised": is_noised, "guess": GUESSES.__contains__}
     environment.globals.update(DASH=DASH, QUANTILES=QUANTILES, overall=overall, wilson=wilson)
+    environment.globals.update(sentence=sentence, paragraphs=paragraphs)
     return environment
 
 
@@ -254,3 +249,8 @@ def render_page(name: str, figures: object, **context: object) -> str:
 
 def _markdown(value: object) -> Markup:
     return value if isinstance(value, Markup) else Markup(markdown(value))
+
+
+def _on_one_line(value: object) -> str:
+    """Return text in which no word begins a paragraph."""
+    return " ".join(str(value).split())

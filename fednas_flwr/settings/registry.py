@@ -133,7 +133,7 @@ def register(group: str, name: str, entry: Any) -> None:
     """
     if name in entries(group) or (group == "loss" and name in NUMBER_LOSSES):
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
-    if not re.fullmatch(r"(?!(null|nan|inf|true|false)$)[A-Za-z]\w*", name):
+    if not re.fullmatch(r"(?!(?i:null|nan|inf|true|false)$)[A-Za-z]\w*", name):
         raise ConfigError(
             f"{group}={name!r} is no name: expected letters, digits and underscores, and no value "
             "such as null."

@@ -210,7 +210,7 @@ def test_counts_of_scores_are_audited(table, sums):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("key", [STATISTICS, ALPHAS])
+@pytest.mark.parametrize("key", [STATISTICS, ALPHAS, by_hand(WEIGHTS)])
 def test_statistics_in_totals_and_what_follows_them_pass(table, key):
     with audited_only(key):
         code, said = command(*SURE, *table, *PERSONS, *SUMS)

@@ -55,6 +55,9 @@ def test_the_unshuffled_table_is_computed_once(most, times, monkeypatch):
     network = Known()
     effects = sum(len(effect["x"]) for effect in explained(network=network)["effects"])
     assert network.asked == 1 + times * len(SCHEMA) + effects
+    at_once = explained()
+    monkeypatch.setattr("fednas_flwr.models.explanation.MOST_VALUES", 2 * 7 * NUMBER)
+    assert explained() == at_once
 
 
 def test_a_table_of_categories_alone_is_explained():

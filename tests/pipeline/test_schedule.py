@@ -266,7 +266,8 @@ def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config
 def test_sentences_on_the_noise_of_scores(compose_config):
     own = ("privacy.scores_error=.1", "privacy.metrics_noise_multiplier=null")
     little = compose_config(*DP_FNAS, "privacy.delta=1e-300", "privacy.epsilon=.001", *own)
-    refuses("=0.001: no noise keeps scores to the 0.00025", make_schedule, little, RECORDS, done={})
+    words = "=0.001: no noise keeps scores to the 0.00025.* privacy.scores_error=null"
+    refuses(words, make_schedule, little, RECORDS, done={})
     covers = {0: {"stage": "evaluate", "rounds": 0, "of": 1}}
     refuses("raise privacy.scores_error=0.1 or set", check_covered, little.dp, covers, 1)
 
@@ -404,7 +405,11 @@ def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_fre
     assert of_features("privacy.statistics_noise_multiplier=7")[0].noise_multiplier == 7
     accepted = of_features("privacy.epsilon=8", least=[0.1, 30.0, 30.0])
     assert accepted[0].noise_multiplier == 30  # as most sites ask for
-    refuses("no noise keeps statistics to the 0.0009", of_features, "privacy.epsilon=0.003")
+    refuses(
+        "no noise keeps statistics to the 0.0009.* privacy.statistics_share=0",
+        of_features,
+        "privacy.epsilon=0.003",
+    )
 
 
 def test_no_mean_is_planned_of_other_data_or_where_it_is_not_wanted(of_features):
