@@ -8,8 +8,10 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Flower asks the environment while it is imported: no telemetry unless the user turns it on.
+# Libraries ask the environment while they are imported: no telemetry unless the user turns it on.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's, since 1.29 also on Linux
 
 __version__ = "1.0.0"
 __all__ = [

@@ -76,6 +76,7 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
 def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_path, monkeypatch):
     root = Path(config_of(fitted).dataset.root)
     assert [path.name for path in root.parents[1].iterdir()] == ["self-tests"]
+    assert str(root.parents[1]) not in Path("/proc/self/maps").read_text()  # nor in memory
     stop = [stop_at("round", stage="retrain")]
     monkeypatch.setattr(estimators, "run", partial(run, listeners=stop))
     table = patients().assign(label=1, site=2)  # features, whose names are taken

@@ -192,4 +192,10 @@ def _client(config_json: str, index: int, site: Site, policy: str | None) -> Cli
     )
 
 
+def forget() -> None:
+    """Let go of the clients that this process keeps, and of their records."""
+    for kept in (_client, _guard, _data):
+        kept.cache_clear()
+
+
 app = make_client_app()

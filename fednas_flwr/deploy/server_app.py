@@ -149,6 +149,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
     """
     folder = config.folder
     with ExitStack() as stack:
+        stack.callback(client_app.forget)
         stack.enter_context(run_folder.occupied(folder))
         listeners = list(listeners)
         check_trackers(config.trackers)

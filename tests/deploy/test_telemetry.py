@@ -11,3 +11,11 @@ def test_flowers_telemetry_is_off_unless_the_user_turns_it_on(given, expected, m
     monkeypatch.delenv("FLWR_TELEMETRY_ENABLED", raising=False)
     own = {} if given is None else {"FLWR_TELEMETRY_ENABLED": given}
     assert told("-c", code, env=own).strip() == expected
+
+
+@pytest.mark.run
+def test_onnxruntime_has_nothing_to_send(tmp_path, monkeypatch):
+    for name in ("CI", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    told("-c", "import fednas_flwr, onnxruntime", env={"HOME": str(tmp_path)})
+    assert not [*tmp_path.rglob("*.db")]

@@ -36,11 +36,16 @@ def many(quick_run):
     def told(_, grid, message):
         return message.metadata.message_type, message.metadata.dst_node_id - 2
 
-    client_app._client.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         asked = noting(patch, InProcessGrid, "answer", told)
+        alive = noting(patch, InProcessGrid, "answer", lambda *_: kept()[0])
         done = quick_run(MANY)
-    return Told(**vars(done), asked=asked, alive=client_app._client.cache_info().currsize)
+    return Told(**vars(done), asked=asked, alive=max(alive))
+
+
+def kept():
+    """How many clients this process keeps, and how many sets of records."""
+    return [own.cache_info().currsize for own in (client_app._client, client_app._data)]
 
 
 @pytest.mark.run
@@ -51,6 +56,7 @@ def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
     assert len(turns) == 6 * 4
     assert len([client for action, client in many.asked if action == "evaluate.model"]) <= 4
     assert many.alive == len({client for _, client in many.asked})
+    assert kept() == [0, 0]
 
 
 @pytest.mark.run

@@ -79,12 +79,6 @@ def start(quick_run, monkeypatch):
     return started
 
 
-def reopened():
-    """Let sites open what is theirs anew, as new processes do."""
-    for kept in (client_app._guard, client_app._client, client_app._data):
-        kept.cache_clear()
-
-
 def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
     own = {"epsilon": 1000.0, "least_noise_multiplier": 0.1, "largest_steps": 1000, "records": 40}
@@ -200,7 +194,6 @@ def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retrai
     killed = start(*DP, *given, "clients=1", listeners=[stop], fails=True)
     assert isinstance(killed.error, KeyboardInterrupt)
     before = booked(killed.sites, 0)
-    reopened()
     resumed = start(resume=killed.folder)
     after = booked(killed.sites, 0)
     assert after[: len(before)] == before
@@ -231,7 +224,6 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     before = len(booked(tmp_path, 0))
     if not done:
         write_policy(tmp_path, 0, epsilon=budget / 2)
-    reopened()
     resumed = start(resume=killed.folder, fails=True)
     _, event = resumed.named("privacy")
     assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
@@ -480,7 +472,7 @@ def test_a_new_export_is_charged_to_all_splits_unless_a_column_gives_ids(site, t
     dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
     dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
     for changed in (False, True):
-        reopened()
+        client_app.forget()
         own = site(*OF_TABLES, base=SMALL, unit="person" if id_column else "record")
         Path(own.node["dataset"]).write_text(yaml.safe_dump(dataset))
         own.node["data-path"] = str(tmp_path / "patients.csv")
@@ -544,7 +536,7 @@ def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys
     properties, told = [], []
     clients = noting(monkeypatch, client_app, "make_client", lambda client, *_, **__: client)
     for wrong in (False, True):
-        reopened()
+        client_app.forget()
         made = site(*own, "rounds=1", base=SMALL, unit="person" if kind == "persons" else "record")
         path, dataset = write_site(tmp_path, kind, wrong, alone)
         Path(made.node["dataset"]).write_text(yaml.safe_dump(dataset))
@@ -660,7 +652,7 @@ def test_a_hostile_request_is_refused_before_data_opens(site, compose_config, mo
         raise ConfigError("the disk of ward 4711 is gone")
 
     monkeypatch.setattr(client_app, "make_site_data", make_data)
-    reopened()
+    client_app.forget()
     for action, asked, words in WITHOUT_DATA:
         assert_refused(cohort, words, action, asked)
     theirs = in_process(compose_config(*BATCH_NORM, *REAL_SITES))
@@ -683,7 +675,7 @@ def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(site):
     wishes += ["dataset.crop_padding=1000000", "dataset.cutout=3"]  # whose cost would tell a lot
     properties = []
     for given in ([], wishes):
-        reopened()
+        client_app.forget()
         own = site(*given)
         properties.append(own.connected().properties[0])
         named = {key: str(own.node[key]) for key in client_app.SITE_KEYS if key in own.node}
@@ -894,7 +886,7 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(site, tmp_path
     )
     trails, taken = [], []
     for name in ("made", "other"):
-        reopened()
+        client_app.forget()
         own, books = site(), f"{tmp_path}/{name}"
         own.node |= {"ledger": f"{books}/ledger/rows", "ledger-key": f"{books}/key"}
         if name == "other":

@@ -137,8 +137,9 @@ def forked(draw):
         finally:
             os._exit(0)
     os.close(writing)
-    ready, _, _ = select.select([reading], [], [], 20)
-    answer = os.read(reading, 4096) if ready else b""
+    ready = select.poll()
+    ready.register(reading, select.POLLIN)
+    answer = os.read(reading, 4096) if ready.poll(20_000) else b""
     os.close(reading)
     os.waitpid(child, 0)
     return answer
