@@ -248,11 +248,12 @@ def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, s
 PRIVATE_SEARCH = ["privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=1"]
 PRIVATE_SEARCH += ["privacy.local_steps=1", "privacy.retrain.local_steps=1", "retrain.rounds=1"]
 PRIVATE_SEARCH += ["retrain.weights.clip_norm=null", "retrain.batch_size=8", "privacy.epsilon=50"]
-EXACT = ["algorithm=fedavg", "stages=[retrain,evaluate,export]", "retrain.rounds=2"]
+FIXED = ["algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain,evaluate,export]"]
+EXACT = [*FIXED, "retrain.rounds=2"]
 SEARCHES = {
     "train.weight_gradient": ["algorithm=dp_fnas", "algorithm.batch_size=8", *PRIVATE_SEARCH],
     "train.search": ["algorithm=fed_darts", "algorithm.weights.clip_norm=null", *PRIVATE_SEARCH],
-    "train.weights": ["algorithm=fedavg", "stages=[retrain,evaluate,export]", *PRIVATE_SEARCH],
+    "train.weights": [*FIXED, *PRIVATE_SEARCH],
 }
 
 
