@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def until(done, what, *, within_s=120):
@@ -24,11 +25,11 @@ def told(*arguments, env=None, **options):
     return done.stdout
 
 
-def started(*arguments, largest_file=-1):
+def started(*arguments, largest_file=-1, **env):
     """Start ``fednas <arguments>``; no file that it writes may be larger than given, in bytes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fednas_flwr", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -36,3 +37,23 @@ def started(*arguments, largest_file=-1):
     )
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
     return process
+
+
+def workers(of=None):
+    """The workers that a process, by default this one, has started by its interpreter."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
+    children = [one for one, parent in parents.items() if parent == (of or os.getpid())]
+    return [one for one, parent in parents.items() if parent in children]
+
+
+def wait_for_workers(event):
+    """A listener that lets no second round begin before there are workers."""
+    while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
+        time.sleep(0.1)

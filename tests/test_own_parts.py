@@ -12,14 +12,8 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
@@ -37,7 +31,7 @@ from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
 from .finished_runs import assert_same_files, stop_at
-from .processes import told
+from .processes import told, wait_for_workers
 from .reference_engine import by_ops
 from .refusals import refuses
 from .watched import noting
@@ -50,7 +44,8 @@ IMAGES = {
     "mbconv": {"skeleton": "small", "candidates": "proxyless", "width": 1.0},
 }
 SPACES = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
-SMALL = ("dataset.limit_train=300", "search_space.channels=4", "rounds=2", "retrain.rounds=2")
+SIZES = ("dataset.limit_train=300", "search_space.channels=4", "retrain.channels=4")
+SMALL = (*SIZES, "rounds=2", "retrain.rounds=2")
 
 
 def wide(channels, stride):
@@ -256,19 +251,25 @@ def test_a_model_with_an_op_is_exported(tmp_path):
 
 
 @pytest.mark.run
-def test_all_are_used_and_resumed(tmp_path):
+def test_all_are_used_and_resumed_by_processes_of_this_machine_too(tmp_path, monkeypatch):
     register_metric("Brier", lambda p, y: float(np.mean((1 - p[np.arange(len(y)), y]) ** 2)))
     settings = ("search_space.own_ops=[wide]", "training.loss=focal")
     whole = run(composed(tmp_path / "whole", *settings))
     assert 0 < whole.scores["central"]["own"]["Brier"] < 1
     assert "op wide, loss focal, metric Brier" in (whole.folder / "report.html").read_text()
-    part, stop = composed(tmp_path / "part", *settings), stop_at("round", stage="retrain")
-    refuses("", run, part, listeners=[stop], error=KeyboardInterrupt)
+    plain = run(composed(tmp_path / "plain"))
+    assert plain.scores["central"]["loss"] != whole.scores["central"]["loss"]
+    monkeypatch.setattr("fednas_flwr.deploy.local_actors.PATIENCE_S", 0.0)
+    monkeypatch.delenv(processes.ALONE, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    answered = noting(monkeypatch, processes, "_call", lambda *_: 1)  # it raises if one has died
+    part = composed(tmp_path / "part", *settings)
+    listeners = [wait_for_workers, stop_at("round", stage="retrain")]
+    refuses("", run, part, listeners=listeners, error=KeyboardInterrupt)
+    assert len(answered) > 4
     resumed = run(tmp_path / "part")
     assert resumed.genotype == whole.genotype
     assert resumed.scores["central"] == whole.scores["central"]
-    plain = run(composed(tmp_path / "plain"))
-    assert plain.scores["central"]["loss"] != whole.scores["central"]["loss"]
 
 
 USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=1")
@@ -285,19 +286,6 @@ register_loss("focal", focal)
 
 
 @pytest.mark.run
-def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
-    monkeypatch.delenv(processes.ALONE, raising=False)
-    monkeypatch.setattr("fednas_flwr.deploy.local_actors.PATIENCE_S", 0.0)
-    answered = noting(monkeypatch, processes, "_call", lambda *_: 1)  # it raises if one has died
-    there = run(composed(tmp_path / "there", *USED, "rounds=12"))
-    assert len(answered) > 4
-    monkeypatch.setenv(processes.ALONE, "1")
-    here = run(composed(tmp_path / "here", *USED, "rounds=12"))
-    assert there.genotype == here.genotype
-    assert there.scores["central"] == here.scores["central"]
-
-
-@pytest.mark.run
 @pytest.mark.ray
 def test_workers_of_ray_know_them(tmp_path):
     (tmp_path / "own.py").write_text(OWN_FILE)
@@ -311,15 +299,17 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     y = (x.mean((1, 2, 3)) > 0.5).long()
     whole, first = TensorDataset(x.bfloat16().requires_grad_(), y), range(60)
     train, test = Subset(whole, first), Subset(whole, range(60, 90))
-    batches = BatchSampler(SubsetRandomSampler(test.indices), 16, drop_last=False)
-    chosen = DataLoader(whole, 16, sampler=SubsetRandomSampler(first))
+    batches = torch_data.BatchSampler(
+        torch_data.SubsetRandomSampler(test.indices), 16, drop_last=False
+    )
+    chosen = DataLoader(whole, 16, sampler=torch_data.SubsetRandomSampler(first))
     register_data_set("loaders", lambda path: (chosen, DataLoader(whole, batch_sampler=batches)))
     register_data_set("three", lambda path: (train, Subset(whole, [3]), test))
     register_data_set("named", {"x_train": x, "y_train": np.array(["a", "b"], dtype=object)[y]})
     x_y = DataLoader(whole, sampler=[*first]), DataLoader(whole, batch_sampler=[[60, 61], [62, 63]])
     register_data_set("list", lambda path: {"train": x_y[0], "validation": test})
     register_data_set("batches", lambda path: x_y)
-    weighted = WeightedRandomSampler([1.0] * 90, 90)
+    weighted = torch_data.WeightedRandomSampler([1.0] * 90, 90)
     register_data_set("weighted", lambda path: DataLoader(whole, sampler=weighted))
     register_data_set("one", lambda path: DATA_SETS["parts"].read(None, path)[:1])
     register_data_set("wrong", lambda path: iter(train))

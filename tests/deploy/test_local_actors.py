@@ -23,6 +23,7 @@ from fednas_flwr.settings import with_runtime
 from fednas_flwr.settings.registry import packed
 
 from ..finished_runs import assert_same_files
+from ..processes import wait_for_workers, workers
 from ..refusals import raising, refuses
 from ..small_spaces import SPACES as SMALL
 
@@ -45,12 +46,6 @@ def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_confi
     monkeypatch.setenv(processes.ALONE, "1")
     with local_grid(config) as grid:
         assert type(grid) is InProcessGrid
-
-
-def wait_for_workers(event):
-    """A listener that lets no second round begin before there are workers."""
-    while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
-        time.sleep(0.1)
 
 
 def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch):
@@ -197,20 +192,6 @@ def test_no_worker_outlives_the_run(compose_config, tmp_path):
     parent.wait()
     while any(Path(f"/proc/{process}").exists() for process in mine):
         time.sleep(0.1)
-
-
-def workers(of=None):
-    """The workers that a process, by default this one, has started by its interpreter."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(stat.parent.name)] = int(fields[1])
-    children = [one for one, parent in parents.items() if parent == (of or os.getpid())]
-    return [one for one, parent in parents.items() if parent in children]
 
 
 @pytest.mark.run
