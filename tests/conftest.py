@@ -55,10 +55,17 @@ WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fix
 OTHER_RUNS = ("ray", "browser")  # and those with such a marker
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_core():
+    """Let runs stay in this process: other cores have other tests. Some patch it for several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {0})
+        yield
+
+
 @pytest.fixture(autouse=True)
-def no_processes_of_earlier_tests(monkeypatch):
-    """Let every run begin in this process, and what it has started end with the test."""
-    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda *_: None)
+def no_processes_of_earlier_tests():
+    """Let what a test has started end with it."""
     yield
     while processes._started:
         interpreter, _ = processes._started.pop()

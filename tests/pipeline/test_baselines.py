@@ -1,7 +1,6 @@
 """``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
 from fednas_flwr.api import Result, compose, run
 from fednas_flwr.base.errors import NoEffectError
-from fednas_flwr.base.processes import ALONE
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.comparison import run_folders
@@ -425,7 +423,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
         launch(config, **options)
 
     monkeypatch.setattr(whole_run, "launch", stopping)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     refuses("", run, recommended, error=KeyboardInterrupt)
     folder = Path(str(recommended.run_dir))
     statuses = []
@@ -444,7 +441,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
 @pytest.mark.run
 def test_when_time_is_over_one_candidate_is_trained_and_the_choice_stands(recommended, monkeypatch):
     monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     folder = run(with_runtime(recommended, time_limit="1s")).folder
     assert read_run(folder).status == "cut short"
     said = "Left out, as time was over: found, random_1, resnet8_4. Of runtime.time_"
@@ -475,7 +471,6 @@ def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
         return real(self, split, **options)
 
     monkeypatch.setattr(Client, "epoch", noted)
-    monkeypatch.setenv(ALONE, "1")  # so that all train in this process
     config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
     last = read_run(Path(str(run(config).folder))).rounds("retrain")
     assert {*trained[: -2 * 2 * len(last)]} == {"train"}
