@@ -1,6 +1,7 @@
 """Estimators: scikit-learn's conventions, and the same run as the command line."""
 
 import pickle
+import re
 import shutil
 import warnings
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pyarrow
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits
-from sklearn.utils.estimator_checks import check_estimator
+from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
 from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, load, run
 from fednas_flwr.api import check
@@ -25,6 +26,7 @@ from fednas_flwr.settings.configuration import parse_config
 
 from .finished_runs import stop_at
 from .refusals import refuses
+from .rows import by_hand
 
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
 EXPECTED = {
@@ -374,13 +376,31 @@ def test_a_number_is_predicted_in_its_own_unit(tmp_path):
     assert {"bmi", "s5"} & {*model.importance(table, label="target").index[:3]}
 
 
-@pytest.mark.run
-@pytest.mark.parametrize("estimator", [FedClassifier, FedRegressor])
-def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
+@pytest.fixture
+def apart(tmp_path, monkeypatch):
+    """Runs and cache are in a folder of the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings(action="ignore"):
-        model = estimator(preset="fast", settings=TINY)
-        results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
+        yield
+
+
+@pytest.mark.run
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("estimator", [FedClassifier, by_hand(FedRegressor)])
+def test_scikit_learns_own_checks(estimator):
+    model = estimator(preset="fast", settings=TINY)
+    results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
     assert [one["check_name"] for one in results if one["status"] == "xfail"] == [*EXPECTED]
     assert len(results) > 50
+
+
+@pytest.mark.run
+@pytest.mark.usefixtures("apart")
+def test_scikit_learns_checks_of_regressors_and_targets():
+    """The others are of what the two estimators share."""
+    checks = estimator_checks_generator(FedRegressor(preset="fast", settings=TINY))
+    own = [pair for pair in checks if re.search("regressor|supervised", str(pair[1]))]
+    assert len(own) == 8
+    for model, passes in own:
+        passes(model)
