@@ -39,9 +39,9 @@ def npz(folder):
 
 
 def numbers(folder):
-    """A table without names in an npz file: the digits' pixels, some of them missing."""
+    """A table without names in an npz file: half of the digits' pixels, some of them missing."""
     records, _ = read("digits", Path())
-    x = records.features.flatten(1).numpy().astype(np.float32)
+    x = records.features.flatten(1)[:, ::2].numpy().astype(np.float32)
     x[np.random.default_rng(0).random(x.shape) < 0.02] = np.nan
     y = records.labels.numpy()
     path = folder / "rows.npz"
