@@ -35,7 +35,7 @@ from ..watched import noting
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
 GROUP = "search_space.norm=group retrain.norm=group"
-PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 {GROUP}"
+PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 rounds=1 {GROUP}"
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     folder = tmp_path / "run"
     sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
     measured = "privacy.metrics_noise_multiplier=5"
-    own = ("evaluation.baselines=1", measured, f"privacy.sites={sites}", f"run_dir={folder}")
-    run(compose_config(PRIVATE, *own))
+    own = ("evaluation.baselines=1", "retrain.rounds=1", measured, f"privacy.sites={sites}")
+    run(compose_config(PRIVATE, *own, f"run_dir={folder}"))
     own = read_run(folder)
     assert not (folder / "sites").exists()
     assert (sites / "client-0" / "ledger").is_dir()
