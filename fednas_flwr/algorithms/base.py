@@ -31,7 +31,7 @@ from fednas_flwr.search.local_search import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange, Participants
-from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy, incompatible
+from fednas_flwr.settings import AlgorithmSettings, Config, incompatible
 from fednas_flwr.settings.names import ACCURACY, CLOSENESS, FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
@@ -57,10 +57,9 @@ def local_steps(config: Config, stage: str) -> int | None:
 
     None without privacy, and where the unit of privacy is the client, which trains by epochs.
     """
-    privacy = config.dp
-    if not privacy or not config.by_record:
+    if not config.by_record:
         return None
-    return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
+    return (config.private.retrain if stage == "retrain" else config.private).local_steps
 
 
 def expected_batch(config: Config, stage: str) -> float | None:
@@ -84,14 +83,12 @@ class PrivateRound:
 
     Attributes:
         config: Settings of the run.
-        privacy: Privacy of the run.
         stage: ``search`` or ``retrain``.
         number: Number of the round, from 1.
         num_rounds: Rounds of the stage.
     """
 
     config: Config
-    privacy: DifferentialPrivacy
     stage: str
     number: int
     num_rounds: int
@@ -99,8 +96,8 @@ class PrivateRound:
     @property
     def local_steps(self) -> int:
         """Noised steps of a local training, also if the client then trains by epochs."""
-        terms = self.privacy.retrain if self.stage == "retrain" else self.privacy
-        return terms.local_steps
+        privacy = self.config.private
+        return (privacy.retrain if self.stage == "retrain" else privacy).local_steps
 
     def gradients(
         self,
@@ -119,7 +116,8 @@ class PrivateRound:
             shared: True if clients share the noise, see
                 :class:`~fednas_flwr.privacy.plan.PlannedRelease`.
         """
-        retrain = self.privacy.retrain if self.stage == "retrain" else None
+        privacy = self.config.private
+        retrain = privacy.retrain if self.stage == "retrain" else None
         return [
             PlannedRelease(
                 self.stage,
@@ -128,7 +126,7 @@ class PrivateRound:
                 tuple(splits) or (SPLIT_OF[state],),
                 expected_batch(self.config, self.stage),
                 self.local_steps if steps is None else steps,
-                (retrain or getattr(self.privacy, state)).max_grad_norm,
+                (retrain or getattr(privacy, state)).max_grad_norm,
                 shared=shared,
             )
             for state, action in actions.items()

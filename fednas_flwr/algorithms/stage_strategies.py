@@ -77,10 +77,8 @@ def make_retraining(
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
     """Releases by a client in each round of a stage of a private run, if the round asks it."""
-    strategy, privacy = strategy_of(config, stage), config.dp
-    assert privacy
-    numbers = range(1, num_rounds + 1)
-    each = (PrivateRound(config, privacy, stage, number, num_rounds) for number in numbers)
+    strategy, numbers = strategy_of(config, stage), range(1, num_rounds + 1)
+    each = (PrivateRound(config, stage, number, num_rounds) for number in numbers)
     rounds = [strategy.releases(config.algorithm, one) for one in each]
     return [of_clients(releases) for releases in rounds] if config.by_client else rounds
 

@@ -291,8 +291,7 @@ def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
 
 def simulated_site(config: Config, index: int) -> Path | None:
     """Return the folder of a simulated site's policy, ledger and key; None without a run folder."""
-    assert config.dp
-    sites = config.dp.sites
+    sites = config.private.sites
     if sites is not None:
         return expanded("privacy.sites", sites) / f"client-{index}"
     return None if config.run_dir is None else config.folder / "sites" / f"client-{index}"
@@ -327,8 +326,7 @@ def num_units(records: Records, rows: np.ndarray) -> int:
 
 def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     """Return, as YAML, the policy of a simulated site that allows a run's configuration."""
-    privacy = config.dp
-    assert privacy
+    privacy = config.private
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
     unit = names.PERSON if records.by_person and privacy.unit == names.RECORD else privacy.unit
     section = {

@@ -237,8 +237,7 @@ def commit(
             schedule breaks, or says that a person has not approved it in time.
         ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
-    privacy, sampling = config.dp, cohort.sampling
-    assert privacy
+    privacy, sampling = config.private, cohort.sampling
     of_all, turns = schedule.largest_schedule(schedules), schedule.turns_of(config, sampling)
     clients, epsilon = [], cache(_epsilon)
     requests = {

@@ -51,7 +51,7 @@ def check_run(config: Config) -> None:
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks))
     if config.dp:
-        check_sites(config, config.dp, made)
+        check_sites(config, made)
 
 
 def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
@@ -76,14 +76,14 @@ def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
     )
 
 
-def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> None:
+def check_sites(config: Config, made: Made) -> None:
     """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
 
     Args:
-        config: The run's configuration.
-        privacy: The run's privacy settings.
+        config: The configuration of a private run.
         made: The run's records and networks.
     """
+    privacy = config.private
     for index in range(config.clients) if privacy.sites is not None else ():
         if (folder := making.simulated_site(config, index)) is not None:
             check_writable("privacy.sites", folder)
@@ -103,7 +103,7 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
     sampling = make_sampling(config, declared)
     least = [allowed.least_noise_multiplier for allowed in rules]
     config = schedule.for_data(config, made.prepared, least_noise=least)
-    privacy = config.dp or privacy
+    privacy = config.private
     schedules = schedule.make_schedules(
         config, declared, done={}, sampling=sampling, least_noise=least
     )

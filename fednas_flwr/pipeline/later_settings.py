@@ -97,8 +97,7 @@ def with_precision(run: Run, config: Config, description: networks.Description) 
 
 def explained(run: Run) -> list[str]:
     """Explain each kind of release of a private run, and the origin of its terms."""
-    config, privacy = run.config, run.config.dp
-    assert privacy
+    config, privacy = run.config, run.config.private
     known = [properties["splits"] for properties in run.cohort.properties.values()]
     rated = config.retrains and not chooses_rates(config)
     text = render(

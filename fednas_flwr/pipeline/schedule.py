@@ -68,8 +68,7 @@ def make_schedules(
         ConfigError: Earlier releases cost all of the target epsilon, or no noise keeps the cost
             within it.
     """
-    privacy = config.dp
-    assert privacy
+    privacy = config.private
     sigmas: dict[str, float | None] = {
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
         **{name: getattr(privacy, f"{name}_noise_multiplier") for name in ("metrics", STATISTICS)},
@@ -278,8 +277,7 @@ def _scores_noise(config: Config, records: Records) -> float | None:
 
     Unless noise is shared, each client adds the full noise.
     """
-    privacy = config.dp
-    assert privacy
+    privacy = config.private
     if privacy.scores_error is None:
         return None
     known = [sum(declared.values()) for declared in records if declared]
@@ -321,8 +319,7 @@ def for_data(config: Config, prepared: Prepared, *, least_noise: Sequence[float]
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
-    privacy = config.dp
-    assert privacy
+    privacy = config.private
     # in CFDNAS, clients commit to their groups' rounds, too
     config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}

@@ -754,6 +754,12 @@ class Config(ps.Checked):
         return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
 
     @property
+    def private(self) -> DifferentialPrivacy:
+        """Settings of differential privacy, for code that only private runs reach."""
+        assert isinstance(self.privacy, DifferentialPrivacy)
+        return self.privacy
+
+    @property
     def private_data_set(self) -> str | None:
         """Id of the data set in the private sites' policies; None without privacy."""
         return self.dp.data_set if self.dp else None

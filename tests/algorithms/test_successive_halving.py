@@ -373,7 +373,7 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     assert (left[0], left[-1]) == (keep, 1)
     assert left == sorted(left, reverse=True)
     assert set(left) <= {math.ceil(keep / eta**rung) for rung in range(8)}
-    first = PrivateRound(private, private.privacy, "search", 1, rounds)
+    first = PrivateRound(private, "search", 1, rounds)
     settings = SimpleNamespace(pool=SimpleNamespace(size=lambda space: keep), eta=eta)
     each = [replace(first, number=number) for number in range(1, rounds + 1)]
     measured = sum(len(SuccessiveHalving.releases(settings, one)) - 1 for one in each)

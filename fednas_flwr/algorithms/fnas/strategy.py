@@ -94,6 +94,6 @@ class FNAS(GradientStrategy[fnas.FNASSettings]):
         planned = private.gradients(actions, steps=settings.local_steps, shared=shared)
         every = settings.evaluate_every or private.num_rounds
         measured = evaluates(every, private.number, private.num_rounds)
-        if measured and private.privacy.metrics_noise_multiplier is not None:
+        if measured and private.config.private.metrics_noise_multiplier is not None:
             planned += [metrics_release("search", "validation")]
         return planned
