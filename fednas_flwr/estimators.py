@@ -10,10 +10,10 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -55,8 +55,9 @@ PRESETS = {  # without and with privacy
 }
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """Base of both estimators.
+    """Base of both estimators, whose parameters are those of :class:`FedClassifier`.
 
     Attributes:
         feature_names_in_: Names of the features in a DataFrame.
@@ -64,48 +65,17 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         run_folder_: The run folder, with report, events and models.
     """
 
-    task: str
-    _content: bytes  # of the exported model's file
-    _target: Callable[[Any], Any]  # converts targets to the form of the run
+    task: ClassVar[str]
+    _target: ClassVar[Callable[..., Any]]  # converts targets to the form of the run
 
-    def __init__(
-        self,
-        *,
-        clients: str | int | None = None,
-        metric: str | None = None,
-        epsilon: float | None = None,
-        time_limit: str | None = None,
-        preset: str = "default",
-        settings: Sequence[str] = (),
-        random_state: int | np.random.RandomState | np.random.Generator | None = None,
-        verbose: bool = False,
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            clients: Division of records: a name divides by the values of that column, a number
-                evenly among so many clients; None does not divide. ``fit(..., groups=...)``
-                overrules it.
-            metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
-            epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None is
-                no privacy. With privacy, a table's ``dataset.ranges`` must be in ``settings``.
-            time_limit: Time limit of the run, such as ``10min``, kept to within a round and the
-                export; a warning says what was left out.
-            preset: ``fast`` takes seconds and compares nothing. ``default`` is the recommended
-                search; for a private table, ``fedavg/private_table``, or ``private_numbers`` to
-                predict a number. ``best`` compares more networks, trained for as long.
-            settings: Further settings, as for ``fednas run``; they overrule all others.
-            random_state: Seed of the run, or a generator that draws one; None is 1.
-            verbose: True shows the output of ``fednas run``.
-        """
-        self.clients = clients
-        self.metric = metric
-        self.epsilon = epsilon
-        self.time_limit = time_limit
-        self.preset = preset
-        self.settings = settings
-        self.random_state = random_state
-        self.verbose = verbose
+    clients: str | int | None = None
+    metric: str | None = None
+    epsilon: float | None = None
+    time_limit: str | None = None
+    preset: str = "default"
+    settings: Sequence[str] = ()
+    random_state: int | np.random.RandomState | np.random.Generator | None = None
+    verbose: bool = False
 
     def fit(self, X: Any, y: Any = None, *, label: str | None = None, groups: Any = None) -> Self:
         """Search, train and export a network in a run folder.
@@ -287,6 +257,21 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     """A classifier that several clients train without showing their records.
 
+    Args:
+        clients: Division of records: a name divides by the values of that column, a number evenly
+            among so many clients; None does not divide. ``fit(..., groups=...)`` overrules it.
+        metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
+        epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None is no
+            privacy. With privacy, a table's ``dataset.ranges`` must be in ``settings``.
+        time_limit: Time limit of the run, such as ``10min``, kept to within a round and the export;
+            a warning says what was left out.
+        preset: ``fast`` takes seconds and compares nothing. ``default`` is the recommended search;
+            for a private table, ``fedavg/private_table``, or ``private_numbers`` to predict a
+            number. ``best`` compares more networks, trained for as long.
+        settings: Further settings, as for ``fednas run``; they overrule all others.
+        random_state: Seed of the run, or a generator that draws one; None is 1.
+        verbose: True shows the output of ``fednas run``.
+
     Attributes:
         classes_: Values of the target, in order.
 
@@ -329,6 +314,8 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
 class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     """A model of a number that several clients train without showing their records.
+
+    Its parameters are those of :class:`FedClassifier`.
 
     Example:
         ``FedRegressor(clients="hospital", preset="fast").fit(df, label="days").predict(df)``
