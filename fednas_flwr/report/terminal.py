@@ -121,28 +121,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._names: dict[int, str] = {}
 
     def __call__(self, event: Event) -> None:
-        """Show one event; kinds that a person need not see are skipped."""
+        """Show one event by the method ``_on_<kind>``; others need not be seen by a person."""
         kind = event["event"]
         self._names = self._names or names_by_client(event)
         event = with_names(event, self._names)
-        match kind:
-            case "stage_started":
-                self._start_stage(event)
-            case "round":
-                self._show_round(event)
-            case "beside":
-                self._show_beside(event)
-            case "stage_finished":
-                self._finish_stage(event)
-            case "privacy":
-                self._is_private = True
-                self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
-                for line in paragraphs("coverage", event):
-                    self._say(line, style="yellow" if "leaves" in line else "")
-                if warning := sentence("test_seed", event):
-                    self._say(f"warning: {warning}", style="red")
-            case "run_finished":
-                self._bars.stop()
+        getattr(self, f"_on_{kind}", lambda _: None)(event)
         failure = (event.get("client"), event.get("action"), event.get("reason"))
         if kind in STYLES and not (kind == "client_failed" and failure in self._failures):
             for line in paragraphs(f"on_{kind}", event):
@@ -157,7 +140,18 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def _say(self, line: str, style: str = "") -> None:
         print_line(self._console, line, style)
 
-    def _start_stage(self, event: Event) -> None:
+    def _on_run_finished(self, event: Event) -> None:
+        self._bars.stop()
+
+    def _on_privacy(self, event: Event) -> None:
+        self._is_private = True
+        self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
+        for line in paragraphs("coverage", event):
+            self._say(line, style="yellow" if "leaves" in line else "")
+        if warning := sentence("test_seed", event):
+            self._say(f"warning: {warning}", style="red")
+
+    def _on_stage_started(self, event: Event) -> None:
         self._seconds.clear()
         self._last_line = -math.inf
         if self._bars.disable:
@@ -166,7 +160,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         empty: dict[str, Any] = {"position": "", "metrics": "", "ends_at": None}
         self._bars.add_task(event["stage"], total=event["rounds"], **empty)
 
-    def _show_round(self, event: Event) -> None:
+    def _on_round(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
@@ -182,7 +176,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             parts += [f"{duration(left)} left"] if number < rounds else []
             self._say("  ".join(part for part in parts if part))
 
-    def _show_beside(self, event: Event) -> None:
+    def _on_beside(self, event: Event) -> None:
         """Show the progress of the networks that are trained beside the run's own."""
         left, text = event["left"], event.get("text")
         ends_at = None if left is None else time.monotonic() + left
@@ -193,7 +187,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             ends = f"  {duration(left)} left" if left else ""
             self._say(f"{event['stage']} {event['position']}  {text}{ends}")
 
-    def _finish_stage(self, event: Event) -> None:
+    def _on_stage_finished(self, event: Event) -> None:
         used = duration(event["seconds"])
         if self._bars.disable:
             self._say(f"{event['stage']}: finished in {used}")
