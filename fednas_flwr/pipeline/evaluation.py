@@ -416,29 +416,22 @@ def compared(answers: Sequence[Result], known: Sequence[Result]) -> list[dict[st
 
 
 def keep(
-    run: Run,
-    network: nn.Module,
-    states: dict[str, Packed],
-    local: rq.LocalTraining,
-    *,
-    among: Collection[int],
-    save: Callable[[Path], object],
+    run: Run, trained: Trained, *, among: Collection[int], save: Callable[[Path], object]
 ) -> dict[int, Path]:
     """Train the copies of some sites and save them; return their folders.
 
     Args:
         run: The run.
-        network: The trained network; it holds a site's weights while that copy is saved.
-        states: The network's states.
-        local: The copies' training.
+        trained: The network; it holds a site's weights while that copy is saved.
         among: The sites.
         save: Writes the network into a folder.
     """
+    description, network, states = trained
     own, folders = network_states(network), {}
     exchange = Exchange(
         "train.weights",
         stage="evaluate",
-        settings=rq.Train(local=local),
+        settings=rq.Train(local=fine_tuning(run, description)),
         states=states,
         layouts={name: Layout.of(tensors) for name, tensors in own.items() if tensors},
         among=among,

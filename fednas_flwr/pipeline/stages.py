@@ -217,10 +217,7 @@ def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[in
         export_safetensors(_model(run, trained, threshold), folder)
 
     with run.stage("personalise"):
-        local = evaluation.fine_tuning(run, trained.description)
-        folders = evaluation.keep(
-            run, trained.network, trained.states, local, among=sites, save=save
-        )
+        folders = evaluation.keep(run, trained, among=sites, save=save)
         if folders:
             run.log.emit("personalised", clients=[*folders])
     return folders
