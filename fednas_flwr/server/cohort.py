@@ -107,9 +107,9 @@ class Cohort:
     seconds: Counter[int] = field(default_factory=Counter, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
     declared: dict[int, Mapping[str, int]] = field(default_factory=dict, init=False)
-    names: Mapping[int, str] = field(default_factory=dict, init=False)
-    statistics: Statistics | None = field(default=None, init=False)
-    predicts_numbers: bool = field(default=False, init=False)
+    names: Mapping[int, str] = field(default_factory=dict)
+    statistics: Statistics | None = None
+    predicts_numbers: bool = False
     sampling: Sampling | None = field(default=None, init=False)
     _grid: Grid | None = field(default=None, init=False)
     _nodes: dict[int, int] = field(default_factory=dict, init=False)  # client -> node id
@@ -274,8 +274,6 @@ class Cohort:
         Clients that are not connected, for instance after a resume, have left it.
         """
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
-        part.statistics, part.names = self.statistics, self.names
-        part.predicts_numbers = self.predicts_numbers
         part._grid, part._refused = self._grid, self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._left |= dict.fromkeys(set(clients) - set(self._nodes), "it is not connected")
