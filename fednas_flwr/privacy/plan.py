@@ -7,6 +7,7 @@ calibrates their noise, a site keeps them in its ledger, and every release is ch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
@@ -132,24 +133,23 @@ def of_clients(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     ]
 
 
+_once_of_all = partial(PlannedRelease, batch_size=None, steps=1, max_grad_norm=1.0)
+
+
 def metrics_release(stage: str, split: str) -> PlannedRelease:
     """Return the release of loss and accuracy over all records of a split."""
-    return PlannedRelease(stage, "evaluate.model", "metrics", (split,), None, 1, 1.0)
+    return _once_of_all(stage, "evaluate.model", "metrics", (split,))
 
 
 def scores_release(*, shared: bool) -> PlannedRelease:
     """Return the release of counts of scores by class, over all records trained on."""
     splits = ("train", "validation")
-    return PlannedRelease(
-        "evaluate", "evaluate.scores", "scores", splits, None, 1, 1.0, shared=shared
-    )
+    return _once_of_all("evaluate", "evaluate.scores", "scores", splits, shared=shared)
 
 
 def statistics_release(*, shared: bool) -> PlannedRelease:
     """Return the release of means, and of a table's deviations, over all train records."""
-    return PlannedRelease(
-        STATISTICS, "query.statistics", STATISTICS, ("train",), None, 1, 1.0, shared=shared
-    )
+    return _once_of_all(STATISTICS, "query.statistics", STATISTICS, ("train",), shared=shared)
 
 
 def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
