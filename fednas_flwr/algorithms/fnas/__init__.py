@@ -38,10 +38,7 @@ class FNASSettings(AlgorithmSettings):
     beta_decay: opt.RateOrZero
     warm_up_rounds: opt.CountOrZero
 
-    @property
-    def trains_models(self) -> bool:
-        """False: clients reply with gradients."""
-        return False
+    trains_models = False  # clients reply with gradients
 
 
 _entry = partial(

@@ -40,15 +40,12 @@ class ZeroCostSettings(AlgorithmSettings):
     shortlist: opt.ShortlistSettings | None
     limits: NetworkLimits
 
+    trains_models = False  # nothing is asked of clients
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
         check_shortlist(self.shortlist, self.draws)
-
-    @property
-    def trains_models(self) -> bool:
-        """False: nothing is asked of clients."""
-        return False
 
     def chosen_scores(self, space: str) -> Sequence[str]:
         """The scores that rank networks of a space, by its name.
