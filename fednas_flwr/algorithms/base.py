@@ -355,10 +355,10 @@ class RoundStrategy(Strategy, Generic[S]):
         answered = set()
         exchange = Exchange(
             action,
-            stage=self.stage,
+            self.stage,
+            self._at_site(settings),
             server_round=self._round,
             phase=self._phase,
-            settings=self._at_site(settings),
             settings_of={client: self._at_site(of) for client, of in settings_of.items()},
             states=states,
             layouts=layouts,

@@ -47,7 +47,7 @@ from fednas_flwr.settings.run_settings import Deployment
 
 APPROVAL_POLL_S = 10.0
 CONNECT_S = 60.0  # for simulated clients, which exist from the start
-COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
+COMMIT = Exchange("query.commit", "commit", Commit(data_set="", releases=()))
 PROPERTIES = ("budget", "secure_noise", "unit")  # that a private client must report
 INPUT_PROPERTIES = ("input_shape", "image_shape", "transform", "schema", "mean", "std")
 # What each real site must report; the server builds networks from it

@@ -254,9 +254,7 @@ def _validation_replies(run: Run, trained: Trained, *, summed: str | None) -> li
     cohort, (description, _, states) = run.cohort, trained
     having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
     request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
-    exchange = Exchange(
-        "evaluate.model", stage="evaluate", settings=request, states=states, among=having
-    )
+    exchange = Exchange("evaluate.model", "evaluate", request, states=states, among=having)
     with suppress(QuorumError):
         return [reply for _, reply in cohort.ask(exchange)]
     return []
@@ -272,8 +270,8 @@ def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
         return None
     exchange = Exchange(
         planned.action,
-        stage=planned.stage,
-        settings=rq.CountScores(network=trained.description, data_set=run.config.private_data_set),
+        planned.stage,
+        rq.CountScores(network=trained.description, data_set=run.config.private_data_set),
         states=trained.states,
         layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
         releases=run.schedule,
@@ -302,9 +300,7 @@ def _ask_tests(
         return results
     if len(having) < len(cohort.clients):
         cohort = cohort.part(having, run=cohort.run, emit=cohort.emit)
-    exchange = Exchange(
-        action, stage="evaluate", settings=settings, states=states, releases=run.schedule
-    )
+    exchange = Exchange(action, "evaluate", settings, states=states, releases=run.schedule)
     try:
         for client, reply in cohort.ask(exchange):
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
@@ -430,8 +426,8 @@ def keep(
     own, folders = network_states(network), {}
     exchange = Exchange(
         "train.weights",
-        stage="evaluate",
-        settings=rq.Train(local=fine_tuning(run, description)),
+        "evaluate",
+        rq.Train(local=fine_tuning(run, description)),
         states=states,
         layouts={name: Layout.of(tensors) for name, tensors in own.items() if tensors},
         among=among,

@@ -221,9 +221,8 @@ def _ask(run: Run) -> LatencyTable:
     tables: list[LatencyTable] = []
     participants = run.cohort.participants("latency", 1)
     wanted = len(participants.clients) if participants else run.cohort.num_clients
-    for client, reply in run.cohort.ask(
-        Exchange("query.latency", stage="latency", settings=request, participants=participants)
-    ):
+    exchange = Exchange("query.latency", "latency", request, participants=participants)
+    for client, reply in run.cohort.ask(exchange):
         try:
             table = from_json(reply.properties["latency"], origin=f"the table of client {client}")
             space_costs(space, table)

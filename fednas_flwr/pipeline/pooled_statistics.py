@@ -123,9 +123,9 @@ def noised_statistics(
     size = stats.vector_size(prepared.input_shape[0], num_columns=num_columns)
     exchange = Exchange(
         "query.statistics",
-        stage=STATISTICS,
+        STATISTICS,
+        TellStatistics(data_set=data_set),
         server_round=1,
-        settings=TellStatistics(data_set=data_set),
         layouts={STATISTICS: Layout.of({STATISTICS: torch.zeros(size)})},
         releases=schedule,
         participants=cohort.participants(STATISTICS, 1),

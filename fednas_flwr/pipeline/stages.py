@@ -246,8 +246,8 @@ def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
                 return
             exchange = Exchange(
                 "query.keep_model",
-                stage="hand over",
-                settings=request,
+                "hand over",
+                request,
                 states={"model": {"uint8": torch.frombuffer(bytearray(model), dtype=torch.uint8)}},
                 among=clients,
             )
@@ -283,10 +283,9 @@ def _keep_request(run: Run, model: bytes) -> rq.KeepModel:
 def _report_spending(run: Run) -> None:
     """Ask clients what the run has cost by now; after a failure they may not answer."""
     spent, request = [], rq.Describe(with_epsilon=True)
+    exchange = Exchange("query.describe", "evaluate", request, also_left=True)
     with suppress(QuorumError):
-        for client, reply in run.cohort.ask(
-            Exchange("query.describe", stage="evaluate", settings=request, also_left=True)
-        ):
+        for client, reply in run.cohort.ask(exchange):
             if "spent" in reply.properties:
                 known = {"spent", "epsilon"} & set(reply.properties)
                 spent.append({"client": client, **{n: reply.properties[n] for n in sorted(known)}})

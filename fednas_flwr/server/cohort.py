@@ -35,7 +35,7 @@ POLL_SHARE = 0.05  # a pause, as a share of the time since the last reply
 STRIKES = 3  # number of refused replies after which a client is not asked again
 TOTAL = -1  # stands for a client: the reply is the total of all
 LONGEST_REASON = 500  # characters that are kept of a client's own text
-CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
+CONNECT = Exchange("query.describe", "connect", Describe())
 
 
 class Emit(Protocol):

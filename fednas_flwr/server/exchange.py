@@ -71,9 +71,9 @@ class Exchange:
     """
 
     action: str
-    _: KW_ONLY
     stage: str
     settings: Settings
+    _: KW_ONLY
     server_round: int = 0
     phase: int = 1
     settings_of: Mapping[int, Settings] = field(default_factory=dict)
