@@ -220,9 +220,7 @@ class Block(nn.Module):
         if weights_EO is None:
             columns = [0] * len(EDGES) if path is None else path
             ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
-            states = operations.discrete_states(
-                inputs, EDGES, ops, nodes=NODES, drop_path_prob=drop_path_prob
-            )
+            states = operations.discrete_states(inputs, EDGES, ops, NODES, drop_path_prob)
         else:
 
             def mixed(index: int, state: Tensor) -> Tensor:

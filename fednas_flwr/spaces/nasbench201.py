@@ -212,13 +212,11 @@ class _DiscreteCell(nn.Module):
     def __init__(self, edges: Sequence[Edge], channels: int, *, norm: Norm) -> None:
         super().__init__()
         wired = [edge for edge in edges if edge.op != "none"]
-        self.wiring = [(edge.source, edge.target) for edge in wired]
+        self.wiring = [edge.pair for edge in wired]
         self.edges = nn.ModuleList(
             make_operation(edge.op, channels, norm=norm, affine=True) for edge in wired
         )
 
     def forward(self, x: Tensor, drop_path_prob: float) -> Tensor:
-        states = operations.discrete_states(
-            [x], self.wiring, self.edges, nodes=NODES, drop_path_prob=drop_path_prob
-        )
-        return states[-1]
+        wiring, ops = self.wiring, self.edges
+        return operations.discrete_states([x], wiring, ops, NODES, drop_path_prob)[-1]

@@ -180,7 +180,6 @@ def discrete_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],
     ops: Iterable[nn.Module | None],
-    *,
     nodes: range,
     drop_path_prob: float,
 ) -> list[Tensor]:

@@ -267,13 +267,9 @@ class DerivedCell(TwoInputCell):
 
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
         """Return the nodes' states, side by side in dimension 1."""
-        states = operations.discrete_states(
-            [self.preprocess0(before), self.preprocess1(last)],
-            [edge.pair for edge in self.wiring],
-            self.edges,
-            nodes=self.nodes,
-            drop_path_prob=drop_path_prob,
-        )
+        inputs = [self.preprocess0(before), self.preprocess1(last)]
+        pairs, ops = [edge.pair for edge in self.wiring], self.edges
+        states = operations.discrete_states(inputs, pairs, ops, self.nodes, drop_path_prob)
         return torch.cat(states[self.nodes.start :], dim=1)
 
 
