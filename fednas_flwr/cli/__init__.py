@@ -84,9 +84,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fednas {__version__}")
-    commands = parser.add_subparsers(
-        required=True, metavar="command", help=argparse.SUPPRESS, prog="fednas"
-    )
+    listed_below: Any = {"required": True, "help": argparse.SUPPRESS}
+    commands = parser.add_subparsers(metavar="command", prog="fednas", **listed_below)
     for module in (run, results, privacy, machines):
         for name, handler in module.COMMANDS.items():
             _add(commands, name, handler)
@@ -97,9 +96,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        of_group = actions.add_subparsers(
-            required=True, metavar="action", help=argparse.SUPPRESS, prog=f"fednas {group}"
-        )
+        of_group = actions.add_subparsers(metavar="action", prog=f"fednas {group}", **listed_below)
         for name, handler in handlers.items():
             _add(of_group, name, handler)
         actions.epilog = _listed("actions", of_group, of_group.choices)
