@@ -299,15 +299,16 @@ class RoundStrategy(Strategy, Generic[S]):
         return self.train("train.search", rq.Search(local=local))
 
     def local_training(
-        self,
-        weights: SGD,
-        drop_path_prob: float,
-        *,
-        split: str = "train",
-        proximal: float = 0.0,
-        augmented: bool = True,
+        self, weights: SGD, drop_path_prob: float, *, split: str = "train", **more: Any
     ) -> rq.LocalTraining:
-        """The local training that ``retrain`` sets, with these constants."""
+        """The local training that ``retrain`` sets, with these constants.
+
+        Args:
+            weights: The weights' optimiser.
+            drop_path_prob: Probability of drop-path.
+            split: Records to train on.
+            **more: Further fields of the training, in place of their defaults.
+        """
         retrain = self.config.retrain
         return rq.LocalTraining(
             self.description,
@@ -316,9 +317,8 @@ class RoundStrategy(Strategy, Generic[S]):
             weights,
             retrain.auxiliary_weight,
             drop_path_prob,
-            proximal,
-            augmented,
-            self.config.training.precision,
+            precision=self.config.training.precision,
+            **more,
         )
 
     def noise_multiplier(self, kind: str) -> float | None:
