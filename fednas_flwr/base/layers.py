@@ -105,9 +105,7 @@ def conv2d(
     ):
         out = depthwise(x_BCHW, [weight], stride=stride[0], dilation=dilation[0])
     else:
-        out = convolution(
-            x_BCHW, weight, stride=stride, padding=padding, dilation=dilation, groups=groups
-        )
+        out = convolution(x_BCHW, weight, stride, padding, dilation, groups)
     return out if bias is None else out + bias[..., None, None]
 
 
@@ -143,9 +141,8 @@ def pointwise(x_BCHW: Tensor, weight: Tensor, *, groups: int = 1) -> Tensor:
 def convolution(
     x_BCHW: Tensor,
     weight: Tensor,
-    *,
     stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int],
+    padding: tuple[int, int] = (0, 0),
     dilation: tuple[int, int] = (1, 1),
     groups: int = 1,
 ) -> Tensor:

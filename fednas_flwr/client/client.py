@@ -216,9 +216,7 @@ class Client:
         augmented: bool = True,
     ) -> Iterator[Batch]:
         """Yield training batches of one shuffled pass over ``split``."""
-        for indices in loaders.epoch_batches(
-            len(split), batch_size=batch_size, generator=generator
-        ):
+        for indices in loaders.epoch_batches(len(split), batch_size, generator):
             x, y = split.batch(indices, self.device)
             yield (self.augmented(x, generator) if augmented else x), y
 

@@ -214,7 +214,7 @@ def largest_feature(split: Split) -> tuple[int, float]:
 
 
 def epoch_batches(
-    num_examples: int, *, batch_size: int | None, generator: torch.Generator
+    num_examples: int, batch_size: int | None, generator: torch.Generator
 ) -> Iterator[Tensor]:
     """Yield int64 ``[B]`` indices that cover all examples once, shuffled.
 
