@@ -508,16 +508,13 @@ def _candidate_gradients(
     client: Client, request: Request, asked: rq.TrainCandidates, steps: int
 ) -> exact.ExactGradients:
     generator = client.generator(request.header, "train")
-    first, objective = asked.step * steps, client.objective
+    terms: Any = {"num_steps": steps, "objective": client.objective}
+    first = asked.step * steps
     batches = partial(_step_batches, client, "train", asked, first=first, generator=generator)
     if asked.dp_aware is None:
-        return exact.ExactGradients(
-            batches, num_steps=steps, objective=objective, precision=client.precision
-        )
+        return exact.ExactGradients(batches, **terms, precision=client.precision)
     noise = client.generator(request.header, "noise")
-    return exact.ClippedGradients(
-        batches, num_steps=steps, dp_aware=asked.dp_aware, generator=noise, objective=objective
-    )
+    return exact.ClippedGradients(batches, **terms, dp_aware=asked.dp_aware, generator=noise)
 
 
 def _step_batches(
