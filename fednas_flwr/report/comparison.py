@@ -376,10 +376,9 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.notes:
         print_line(console, text)
-    for text in comparison.warnings:
+    left_out = [f"{run['folder']}: {run['reason']}" for run in comparison.not_counted]
+    for text in (*comparison.warnings, *left_out):
         print_line(console, text, "yellow")
-    for run in comparison.not_counted:
-        print_line(console, f"{run['folder']}: {run['reason']}", "yellow")
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
