@@ -245,9 +245,8 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
             key, text = override.get_key_element(), str(override.input_line)
             if override.is_sweep_override() and not override.is_discrete_sweep():
                 raise ConfigError(
-                    f"{show(text)}: Hydra's own sweeper does not support sweep type "
-                    "interval: write the values out, as in seed=1,2,3, or set "
-                    "hydra/sweeper=optuna."
+                    f"{show(text)}: Hydra's own sweeper does not support sweep type interval: "
+                    "write the values out, as in seed=1,2,3, or set hydra/sweeper=optuna."
                 )
             if override.is_sweep_override():
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
