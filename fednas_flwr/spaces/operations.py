@@ -179,7 +179,7 @@ def summed_states(
 def discrete_states(
     inputs: Sequence[Tensor],
     edges: Sequence[tuple[int, int]],
-    ops: Iterable[nn.Module | None],
+    ops: Sequence[nn.Module | None] | nn.ModuleList,
     nodes: range,
     drop_path_prob: float,
 ) -> list[Tensor]:
@@ -192,10 +192,9 @@ def discrete_states(
         nodes: The nodes that are not inputs.
         drop_path_prob: Probability for every edge except identities, see :func:`drop_path`.
     """
-    modules = list(ops)
 
     def compute(index: int, state: Tensor) -> Tensor | None:
-        op = modules[index]
+        op = ops[index]
         if op is None:
             return None
         out = op(state)
