@@ -76,9 +76,7 @@ def run_groups(
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
     with run.stage("groups"):
-        reasons = [
-            _run_one(run, n, of, states=states, run_group=run_group) for n, of in groups.items()
-        ]
+        reasons = [_run_one(run, n, of, states, run_group) for n, of in groups.items()]
     if all(reasons):
         raise QuorumError(f"every group has failed: {'; '.join(r for r in reasons if r)}")
 
@@ -206,7 +204,6 @@ def _run_one(
     run: Run,
     name: str,
     clients: list[int],
-    *,
     states: Mapping[str, Packed] | None,
     run_group: Callable[[Run], None],
 ) -> str | None:

@@ -89,9 +89,7 @@ def make_schedules(
                 if any(release.noise_name == name for release in whole)
             ]
             sigmas[name] = max([*needed, least]) if needed else None
-    schedules = [
-        _with_noise(_of_turns(rounds, turn, done=done, spare=spare), sigmas) for turn in turns
-    ]
+    schedules = [_with_noise(_of_turns(rounds, turn, done, spare=spare), sigmas) for turn in turns]
     return schedules if sampling is not None else schedules * config.clients
 
 
@@ -340,7 +338,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
 
 
 def _of_turns(
-    rounds: Mapping[str, Sequence[Schedule]], turns: Turns, *, done: Mapping[str, int], spare: bool
+    rounds: Mapping[str, Sequence[Schedule]], turns: Turns, done: Mapping[str, int], *, spare: bool
 ) -> Schedule:
     """A client's releases in its rounds after ``done``; see :func:`make_schedules`."""
     planned: Schedule = []
