@@ -58,6 +58,7 @@ _SPLIT_NAME = re.compile(
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _ALONE = 1000  # distance of a slip from the others, in units of their range
 _FAR_OFF, _FEWEST_FAR = 10, 5  # standard deviations beyond which fewer numbers than this may be
+_OUTSIDE = 0.1  # share of targets that may be outside their declared range
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers per record; a column of fewer counts records, without those of a test
 _COARSE = 1e-5  # range over distance from 0; float32 then has fewer than 200 values
@@ -111,6 +112,22 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
         mean = some.nanmean(0)
         std = (some - mean).square().nanmean(0).sqrt()
         yield from off_scale(test.features, records.schema, mean.tolist(), std.tolist())
+
+
+def undeclared(
+    test: Records, mean: Sequence[float], std: Sequence[float], target: Sequence[float]
+) -> Iterator[str]:
+    """Yield sentences on a public test set far from what is declared, as ``off_scale`` and Inputs.
+
+    They read no other record, so that private runs have them, too.
+    """
+    if mean and test.schema:
+        yield from off_scale(test.features, test.schema, mean, std)
+    for low, high in [target[2:]] if target[2:] else []:
+        outside = int(((test.labels < low) | (test.labels > high)).sum())
+        if outside > _OUTSIDE * len(test):
+            ends = f"dataset.target_range=[{low:g}, {high:g}]"
+            yield f"the number to predict is outside {ends} in {outside} of its {len(test)} records"
 
 
 def off_scale(

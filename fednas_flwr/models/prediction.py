@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -268,15 +268,12 @@ def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: no run, or it has not reached its export.")
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    if METADATA_KEY not in metadata:
-        raise ConfigError(
-            f"{path} lacks {METADATA_KEY} in its metadata: it is of another version; export it "
-            "anew, by fednas run resume=<run folder>."
-        )
     try:
-        about = load_json(metadata[METADATA_KEY])
+        with safe_open(path, framework="pt") as file:
+            about = load_json((file.metadata() or {})[METADATA_KEY])
         return about["network"], Inputs.from_json(json.dumps(about["inputs"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"the metadata of {path} cannot be read: {error}.") from error
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path} does not describe its model ({error}): it is of another version, or "
+            "not whole; copy it again, or export it anew, by fednas run resume=<run folder>."
+        ) from error

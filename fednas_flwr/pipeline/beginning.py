@@ -21,7 +21,7 @@ from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.oddities import oddities
+from fednas_flwr.data.oddities import oddities, undeclared
 from fednas_flwr.data.prepared import client_names, make_data, make_server_data, save_partition
 from fednas_flwr.data.records import fingerprint
 from fednas_flwr.data.statistics import Statistics
@@ -157,12 +157,17 @@ def _tell_partition(
         data=data,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
+    notes, odd, of_table = [], list[str](), ()
     if len(prepared.train) and not config.dp:
         clients = client_names(prepared.train, config.partition)
         odd = oddities(prepared.train, prepared.server_test, clients=clients)
-        if lines := [*reading_notes(prepared), *odd]:
-            of_table = prepared.train.notes if prepared.train.schema else ()
-            log.emit("data", found=lines, odd=[*of_table, *odd])
+        notes = reading_notes(prepared)
+        of_table = prepared.train.notes if prepared.train.schema else ()
+    if prepared.server_test is not None:
+        declared = prepared.mean, prepared.std, prepared.target
+        odd += [f"test set: {words}" for words in undeclared(prepared.server_test, *declared)]
+    if notes or odd:
+        log.emit("data", found=[*notes, *odd], odd=[*of_table, *odd])
 
 
 def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:

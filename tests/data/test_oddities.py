@@ -1,10 +1,12 @@
 """What looks wrong is said; clean data are left alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.data.oddities import oddities, off_scale
+from fednas_flwr.data.oddities import oddities, off_scale, undeclared
 from fednas_flwr.data.records import CATEGORY, Column
 
 from ..data_sets import records_of
@@ -110,3 +112,16 @@ def test_numbers_are_far_by_what_is_usual_of_those_that_are_not_the_same(known, 
     rows = torch.tensor(given[:, None])
     found = next(off_scale(rows, [Column("x")], [known.mean()], [known.std()]), "")
     assert (f"x (in {far} records, as " in found) == bool(far) == bool(found)
+
+
+@pytest.mark.parametrize(("outside", "told"), [(0, 0), (20, 0), (21, 1), (200, 1)])
+def test_a_test_set_is_held_against_what_is_declared(outside, told):
+    days = torch.where(torch.arange(N) < outside, 60.0, 30.0)
+    test = replace(table({"age": CLEAN["age"]}), labels=days, class_names=())
+    target = (25.0, 14.4, 0.0, 50.0)
+    found = list(undeclared(test, (50.0,), (10.0,), target))
+    where = f"is outside dataset.target_range=[0, 50] in {outside} of its 200 records"
+    assert found == [f"the number to predict {where}"] * told
+    (words,) = undeclared(test, (5.0,), (1.0,), ())
+    assert "as in another unit or scale: age (" in words
+    assert not list(undeclared(test, (), (), ()))

@@ -345,6 +345,7 @@ def test_private_clients_learn_within_the_declared_range(overrides, finished_run
     assert not run.failed
     model, evaluated = load(run.folder), run.the("evaluated")
     low, high = model.inputs.target[2:]
+    assert ("is outside dataset.target_range=" in str(run.named("data"))) == (high == 5)
     numbers = model.predict(tmp_path / "test.csv").labels
     assert low <= min(numbers) <= max(numbers) <= high
     assert np.isfinite(evaluated["central"]["rmse"])
