@@ -38,7 +38,6 @@ from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded, hydra_config, registry
-from fednas_flwr.settings.names import MISSING_WORDS
 
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
@@ -106,7 +105,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             site = self.clients
             groups, X = _taken(X, site)
         X = self._checked(X, reset=True)
-        y = y.to_numpy() if isinstance(y, pd.Series) else y  # of pandas' own types, too
+        if isinstance(y, pd.Series):  # of pandas' own types, too
+            y = y.to_numpy(na_value=np.nan)
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         y = pd.Series(y).infer_objects().to_numpy()
         groups = None if groups is None else column_or_1d(groups)
@@ -171,9 +171,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
             if records.table is not None and not config.dp:  # privacy needs public facts declared
                 data = replace(data, categories=_categories(records.table, data, records.named))
-            for column, names in records.named.items():  # a class or a client may be called NA
-                if not {*map(str, names)}.isdisjoint(MISSING_WORDS):
-                    data = replace(data, missing_in={column: [], **data.missing_in})
+            if records.named:  # a class may be called NA, or as codes of other columns
+                whole: dict[str, Any] = {column: [] for column in records.named}
+                data = replace(data, missing_in=whole | data.missing_in)
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
         except (KeyboardInterrupt, OSError, QuorumError):  # a run that can go on
@@ -244,7 +244,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     def _predicted(self, X: Any) -> Any:
         check_is_fitted(self)
-        return _loaded(self._content).predict(self._checked(X))
+        model, X = _loaded(self._content), self._checked(X)
+        names = [column.name for column in model.inputs.schema]
+        if X.ndim == 2 and names != [*map(str, range(self.n_features_in_))]:  # some are left out
+            X = pd.DataFrame(X).add_prefix("")
+        return model.predict(X)
 
     def __sklearn_tags__(self) -> Any:
         """Return the tags: missing values are allowed."""
@@ -340,13 +344,13 @@ class _Records(NamedTuple):
         content: Bytes of the file that the run reads.
         settings: Settings of the run that say what the file holds.
         table: The table in the file; None for images.
-        named: The columns of classes and clients, with their names in each record.
+        named: The columns of classes and clients.
     """
 
     content: bytes
     settings: dict[str, Any]
     table: pd.DataFrame | None = None
-    named: dict[str, Any] = {}
+    named: Sequence[str] = ()
 
 
 def _table(
@@ -357,10 +361,11 @@ def _table(
     names = [n if n is None else " ".join(str(n).split()) for n in (label, site)]
     label, site = (n if n in (label, site) else _free(str(n), table) for n in names)
     label = label or _free("label", [*table, site])
-    settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, {label: y}
+    settings, named = {"dataset": "csv", "dataset.label": label, "dataset.task": task}, [label]
     if groups is not None:
         site = site or _free("site", table)
-        table[site] = named[site] = groups
+        table[site] = groups
+        named.append(site)
         settings |= {"partition": "column", "partition.column": site}
     table[label] = y  # the last column, which the name "last" stands for
     classes = [*map(str, np.unique(y))] if task == "classification" else []

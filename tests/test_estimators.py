@@ -38,7 +38,7 @@ EXPECTED = {
 TYPED = ["experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"]
 TYPED += ["evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"]
 TYPED += ["search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"]
-TYPED += ["dataset.task=classification", *TINY]
+TYPED += ["dataset.task=classification", "dataset.missing_in={died:[],hospital:[]}", *TINY]
 
 
 def patients(number=200):
@@ -89,6 +89,21 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
     assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
     refuses("run_dir=", fit, tmp_path, table[["age"]], table["died"])
     assert len([*(tmp_path / "cache").glob("fit-*/records")]) == 1
+
+
+def test_codes_of_missing_cells_are_codes_of_features_alone(tmp_path):
+    """Arrays are read as in training, of whose columns one is left out, and 0 is a class."""
+    table = patients()[["age", "pressure"]].fillna(0).to_numpy()
+    X, y = np.insert(table, 0, 7.0, axis=1), patients()["died"].astype(int)
+    how = ["dataset.missing_values=[0]", "dataset.missing=indicator", "dataset.ignore=['0']"]
+    model = fit(tmp_path, X, y, *how)
+    assert model.classes_.tolist() == [0, 1]
+    found = model.predict_proba(X)
+    frame = pd.DataFrame(table, columns=["1", "2"]).replace(0, np.nan)
+    loaded = load(model.run_folder)
+    assert found.tolist() == loaded.predict(frame).probabilities.tolist()
+    assert found.tolist() == loaded.predict(table).probabilities.tolist()
+    refuses(r"expected cells \[N, 2\], whose columns are 1, 2", loaded.predict, X)
 
 
 def test_records_of_a_fit_that_time_cuts_short_stay(tmp_path):

@@ -21,7 +21,7 @@ from fednas_flwr.data import decoding, npz, table_files
 from fednas_flwr.data.images import files_of, labels_texts, with_names_first
 from fednas_flwr.data.notation import NEARLY, Cells, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
-from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels
 from fednas_flwr.data.site_tables import site_files
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
@@ -308,14 +308,18 @@ def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
         array = np.asarray(data)
     except ValueError as error:
         raise ConfigError(f"{where} has rows or images of several shapes: {error}.") from error
-    names = feature_names(inputs.schema)
+    names = [column.name for column in inputs.schema]
     if not inputs.is_table:
         array = _checked_images(array, inputs, where=where)
-    elif array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
+    elif array.ndim != 2 or array.shape[1] != len(names):
         raise ConfigError(
-            f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
+            f"{where} is {array.dtype} of shape {array.shape}: expected cells "
             f"[N, {len(names)}], whose columns are {', '.join(names[:20])}; or a DataFrame."
         )
+    elif array.dtype.kind not in "fiub" or not _are_features(inputs):
+        import pandas as pd
+
+        return _rows(table_files.texts_of(pd.DataFrame(array, columns=names)), inputs, where=where)
     else:
         array = array.astype(np.float32)
         if np.isinf(array).any():
@@ -323,6 +327,14 @@ def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
     return RawData(_numbers(tensor), None, tensor.__getitem__, tuple(notes))
+
+
+def _are_features(inputs: Inputs) -> bool:
+    """True if numbers of a table are its features as they stand, which need not become text."""
+    form = inputs.form
+    read = {*form.missing_in, *form.map, *form.scale}
+    others = [c for c in inputs.schema if c.kind != NUMBER or c.indicator or c.name in read]
+    return not form.missing_values and not others
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:

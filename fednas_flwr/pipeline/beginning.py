@@ -157,7 +157,7 @@ def _tell_partition(
         data=data,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
-    notes, odd, of_table = [], list[str](), ()
+    notes, odd, of_table = list[str](), list[str](), tuple[str, ...]()
     if len(prepared.train) and not config.dp:
         clients = client_names(prepared.train, config.partition)
         odd = oddities(prepared.train, prepared.server_test, clients=clients)

@@ -635,7 +635,7 @@ def test_numbers_on_another_scale_are_told(tmp_path):
     refuses("rows or images of several shapes", read_raw, [[1, 2], [3]], inputs)
     refuses("the data holds infinite numbers", read_raw, np.full((3, 2), np.inf), inputs)
     # a frame that is still to be computed is an object, too
-    refuses("expected numbers .N, 2., .*; or a DataFrame", read_raw, object(), inputs)
+    refuses("expected cells .N, 2., .*; or a DataFrame", read_raw, object(), inputs)
     train = data.train
     test = replace(train, features=train.features / 99, ids=np.roll(train.ids, 1))
     notes = oddities(train, test)

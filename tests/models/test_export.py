@@ -224,7 +224,7 @@ def test_data_that_a_model_does_not_take(tmp_path):
         (pictures, tmp_path / "empty", "holds no images"),
         (patients, tmp_path / "t.csv", "has no column seen: it has age, site"),
         (patients, tmp_path / "b.csv", "column age .* numeric but holds old in row 1"),
-        (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
+        (patients, np.zeros((2, 7)), r"cells \[N, 4\], whose columns are age, site, "),
         (patients, tmp_path / "empty", "holds nothing of this kind"),
     ]:
         refuses(message, model.predict, data)
