@@ -9,7 +9,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
 from fednas_flwr.cli import Handler
 from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
-from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +43,6 @@ def predict(
     if output.suffix != ".csv":
         raise ConfigError(f"--output={output} must be a .csv file.")
     model = load(run_folder).to(make_device(device))
-    if threshold is not None:
-        Between(0, 1).check("--threshold", threshold)
     with Progress(disable=not sys.stdout.isatty()) as bars:
         task = bars.add_task("records", total=None)
 

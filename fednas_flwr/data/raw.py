@@ -143,10 +143,12 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
     """Return the rows of a table's file of a given form; with ``lacks``, columns may be missing."""
     encoding = None if form.strict else form.encoding  # sites fix one; prediction takes any
-    texts, separator, _ = table_files.read_texts(
+    texts, separator, read = table_files.read_texts(
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
     raw = _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
+    twice = (note for note in read if note.startswith("a further column"))
+    raw = replace(raw, notes=(*twice, *raw.notes))
     if blank := int(np.logical_and.reduce([cells.missing for cells in texts.values()]).sum()):
         raw = replace(raw, notes=(*raw.notes, f"empty rows, predicted nonetheless: {blank}"))
     return raw if lacks else replace(raw, notes=raw.notes + table_files.settings_beside(path))

@@ -26,6 +26,7 @@ from fednas_flwr.data.raw import Label, named_labels, read_raw
 from fednas_flwr.data.records import Inputs, normalised
 from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings.data_settings import Transform
+from fednas_flwr.settings.parser import Between
 
 MODEL_FILE = "model.safetensors"
 TRANSFORM = "transform."  # prefix of the names of a backbone's tensors in that file
@@ -202,6 +203,8 @@ class Model(nn.Module):
             ConfigError: The model does not take such data, or there is no class for a threshold.
         """
         threshold = self.inputs.threshold if threshold is None else threshold
+        if threshold is not None:
+            Between(0, 1).check("threshold", threshold)
         inputs, classes = replace(self.inputs, threshold=threshold), len(self.class_names)
         objective = _objective(inputs)
         is_called = objective.multi_label or objective.positive_class(classes) is not None

@@ -615,6 +615,10 @@ def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
     assert found.notes == ("b: column lab has no value in any of 40 rows",)
     (root / "dataset.yml").rename(root / "dataset.yaml")
     assert read_raw(root / "a.csv", joined.inputs).notes[-1].endswith("with its folder alone")
+    lines = (root / "a.csv").read_text().splitlines()
+    (tmp_path / "twice.csv").write_text("".join(f"{line},{line.split(',')[0]}\n" for line in lines))
+    (note,) = read_raw(tmp_path / "twice.csv", joined.inputs).notes
+    assert note == "a further column age is called age.1"
 
 
 def test_numbers_on_another_scale_are_told(tmp_path):
