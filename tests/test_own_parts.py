@@ -25,7 +25,7 @@ from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.objective import Objective, check_own_loss
 from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
@@ -199,6 +199,9 @@ def test_a_loss_sees_one_record_at_a_time():
     torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
     wrong = Objective(own_loss=lambda one, label: one)
     refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
+    weighted = nn.CrossEntropyLoss(weight=factors, reduction="sum")
+    for right in (weighted, lambda one, label: -one.log_softmax(1)[0, label[0]]):
+        check_own_loss("right", right, logits, labels)
 
 
 FAILS = "fails: .* use tensor operations only"
@@ -206,6 +209,7 @@ WRONG_LOSSES = [
     (lambda *_: torch.zeros(1), FAILS),
     (lambda one, _: one.max().item(), FAILS),
     (lambda one, label: focal(one, label) - 0.1, "is -0.0999 for some outputs"),
+    (nn.CrossEntropyLoss(weight=torch.arange(1.0, 11)), "divides by its records' weights"),
 ]
 
 

@@ -241,6 +241,27 @@ def check_own_loss(name: str, loss: OwnLoss, logits: Tensor, labels: Tensor) -> 
             f"training.loss={name} of your own is {losses.min():.3g} for some outputs: expected 0 "
             "or more; add a constant, or clamp it."
         )
+    if _divides_by_weights(loss, logits, labels):
+        raise ConfigError(
+            f"training.loss={name} of your own divides by its records' weights, which cancel as it "
+            "is computed for one record at a time: sum (reduction='sum'), or set "
+            "training.class_factors."
+        )
+
+
+def _divides_by_weights(loss: OwnLoss, logits: Tensor, labels: Tensor) -> bool:
+    """True if a mean over records of two classes has unequal shares, the same for any outputs."""
+    if labels.shape[1:] or labels.is_floating_point() or logits.shape[1] < 2:
+        return False
+    labels, shares = torch.tensor([0, 1], device=logits.device), []
+    for scale in (0.1, 0.2):
+        pair = logits[:2].detach() * scale
+        try:
+            one, other = _own_losses(loss, pair, labels)
+            shares.append(float((loss(pair, labels).mean() - other) / (one - other)))
+        except Exception:  # not for several records
+            return False
+    return 0 < shares[0] < 1 and abs(shares[0] - 0.5) > 1e-3 > abs(shares[0] - shares[1])
 
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:

@@ -388,7 +388,7 @@ def test_a_threshold_is_of_the_positive_class(model_of, positive, expected):
 def test_a_threshold_of_three_classes_needs_a_positive_one(model_of):
     model, path = model_of("age,y\n1,a\n20,b\n300,c\n")
     refuses("this one has 3 classes: leave it out", model.predict, path, threshold=0.5)
-    refuses("threshold=1.5: expected a number from 0 to 1", model.predict, path, threshold=1.5)
+    refuses("threshold=1.5 is out of range: expected 0 to 1", model.predict, path, threshold=1.5)
     model.inputs = replace(model.inputs, positive=0)
     most = model.predict(path).probabilities[:, 1:].argmax(1)
     assert model.predict(path, threshold=1.0).labels == ["bc"[place] for place in most]
