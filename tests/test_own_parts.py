@@ -166,6 +166,8 @@ WRONG_NETWORKS = [
     (lambda shape, classes: nn.Linear(5, classes), "the network odd of your own fails: "),
     (lambda shape, classes: None, "the network odd of your own fails: "),
     (lambda shape, classes: nn.Sequential(Mixing(), small(shape, classes)), "on no other record"),
+    (lambda shape, classes: nn.Sequential(small(shape, classes), nn.Softmax(1)), "out its softmax"),
+    (lambda shape, classes: nn.AvgPool1d(3), "odd of your own has no parameters: keep a list"),
 ]
 
 

@@ -244,14 +244,20 @@ def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Modu
     x = torch.linspace(-1, 1, 2 * math.prod(shape)).view(2, *shape)
     make = TABLES["network"][name]
     network, out, alone = tried(f"network {name}", make, (shape, num_classes), x)
-    if out.shape != (2, num_classes) or not (
-        out.is_meta or torch.allclose(out[:1], alone, rtol=1e-3, atol=1e-4)
+    wrong, known = "", not out.is_meta
+    if out.shape != (2, num_classes) or (
+        known and not torch.allclose(out[:1], alone, rtol=1e-3, atol=1e-4)
     ):
-        raise ConfigError(
-            f"the network {name} of your own turns {[2, *shape]} into {list(out.shape)}: expected "
-            f"{[2, num_classes]}, a finite score per class, which depends on no other record and "
-            "is the same each time."
+        wrong = (
+            f"turns {[2, *shape]} into {list(out.shape)}: expected {[2, num_classes]}, a finite "
+            "score per class, which depends on no other record and is the same each time"
         )
+    elif known and num_classes > 1 and out.min() >= 0 and out.sum(1).allclose(torch.ones(2)):
+        wrong = "returns probabilities: leave out its softmax, which training and export add"
+    elif not [*network.parameters()]:
+        wrong = "has no parameters: keep a list of layers as nn.ModuleList"
+    if wrong:
+        raise ConfigError(f"the network {name} of your own {wrong}.")
     return network.train()
 
 
