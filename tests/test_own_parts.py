@@ -230,6 +230,19 @@ def test_batch_norm_of_ones_own_ends_a_private_run_before_it_begins(tmp_path):
     refuses("0 is batch normalisation or keeps running statistics", run, config)
 
 
+def test_a_layer_that_onnx_lacks_ends_a_run_before_training(tmp_path):
+    def make(shape, classes):
+        norm = nn.InstanceNorm2d(1, affine=True, track_running_stats=True)
+        return nn.Sequential(norm, nn.Flatten(), nn.Linear(64, classes))
+
+    register_network("odd", make)
+    own = ("algorithm=fedavg", "algorithm.network=odd", f"run_dir={tmp_path / 'run'}")
+    config = compose("dataset.limit_train=300", f"dataset.cache={tmp_path}", *own)
+    words = r"the network odd cannot be exported as ONNX \(Unsupported: .* instance_norm"
+    refuses(words, run, config, error=RuntimeError)
+    assert not read_run(tmp_path / "run").last("round")
+
+
 def test_an_error_in_ones_own_file_has_its_line(tmp_path):
     (tmp_path / "mine.py").write_text("def fail():\n    return {}['alfas']\n")
     with pytest.raises(KeyError) as failure:

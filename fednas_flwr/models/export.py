@@ -7,6 +7,7 @@ classes and softmax as operators.
 
 import json
 import math
+import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
         random records; for predicted numbers, in standard deviations of the target.
 
     Raises:
-        RuntimeError: The probabilities differ by more than rounding.
+        RuntimeError: ONNX lacks a layer, or the probabilities differ by more than rounding.
     """
     import onnxruntime
 
@@ -84,16 +85,23 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     with replacing(path) as temporary:
         with warnings.catch_warnings(), _without_fast_path():
             warnings.simplefilter("ignore")  # the exporter warns of its age and of constant shapes
-            torch.onnx.export(
-                model,
-                (example[:2],),
-                str(temporary),
-                dynamo=False,
-                opset_version=OPSETS[""],
-                input_names=[taken],
-                output_names=["probabilities"],
-                dynamic_axes={taken: {0: "batch"}, "probabilities": {0: "batch"}},
-            )
+            try:
+                torch.onnx.export(
+                    model,
+                    (example[:2],),
+                    str(temporary),
+                    dynamo=False,
+                    opset_version=OPSETS[""],
+                    input_names=[taken],
+                    output_names=["probabilities"],
+                    dynamic_axes={taken: {0: "batch"}, "probabilities": {0: "batch"}},
+                )
+            except Exception as error:
+                reason = textwrap.shorten(str(error), 150)
+                raise RuntimeError(
+                    f"the network {model.description.get('name', '')} cannot be exported as ONNX "
+                    f"({reason}): replace that layer."
+                ) from error
         graph = onnx.load(str(temporary))
         _add_columns(graph, inputs)
         _add_label(graph, inputs)
@@ -112,7 +120,10 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
         difference = float((torch.from_numpy(answer).view_as(expected) - expected).abs().max())
         difference /= inputs.target[1] if inputs.target else 1.0
         if not difference <= TOLERANCE:
-            raise RuntimeError(f"ONNX differs from torch by {difference}; not exported.")
+            raise RuntimeError(
+                f"ONNX differs from torch by {difference}; not exported: a network of your own "
+                "must keep no state between records, and be the same each time."
+            )
     return path, difference
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import flwr
@@ -45,7 +46,7 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.optimizers import Configuration
-from fednas_flwr.settings.registry import own_parts
+from fednas_flwr.settings.registry import TABLES, own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, layers_of
 from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 
@@ -185,6 +186,9 @@ def retrain(
     kept = {"checkpoints": run.checkpoints, "schedule": run.schedule}
     kept["configuration"] = configuration
     strategy, network = make_retraining(config, description, run.cohort, **kept)
+    if description["name"] in TABLES["network"]:  # a layer of one's own may have no form in ONNX
+        with TemporaryDirectory() as folder:
+            export_onnx(_model(run, Trained(description, network, {}), None), Path(folder))
     run.start(strategy, run.config.retrain.planned)
     strategy.load_into(network)
     return network, strategy.model
