@@ -21,6 +21,7 @@ from fednas_flwr.base import processes
 from fednas_flwr.base.memory import OWN, described
 from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.data.readers import DATA_SETS
+from fednas_flwr.models.metrics import own_scores
 from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
@@ -430,13 +431,22 @@ def test_jobs_of_a_sweep_learn_of_what_is_ones_own(mine, tmp_path):
     assert "2 of 2 jobs completed" in told("-m", "fednas_flwr", "run", "--with", mine, *WITH, *own)
 
 
+def test_a_score_may_change_what_it_is_given():
+    register_metric("sorts", lambda p, y: float(p.sort(axis=1) or y.sort() or 1))
+    given = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).double(), torch.tensor([1, 0])
+    before = [one.clone() for one in given]
+    assert own_scores(*given) == {"sorts": 1.0}
+    assert all(map(torch.equal, given, before))
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
 def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
     register_metric("wrong", score)
     cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
     assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) != 0
-    assert "the metric wrong of your own" in capsys.readouterr().err
+    assert "the metric wrong of your own" in (said := capsys.readouterr().err)
+    assert "let it return one finite number, and go on by fednas run resume=" in said
     assert (folder / "model.onnx").exists()
     refuses("metric=wrong exists", register_metric, "wrong", score)
     refuses("metric=AUROC exists", register_metric, "AUROC", score)

@@ -464,12 +464,14 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     results = {}
     for name, metric in TABLES["metric"].items():
         try:
-            results[name] = float(metric(probabilities_NC.numpy(), labels_N.numpy()))
+            own = probabilities_NC.numpy().copy(), labels_N.numpy().copy()  # which it may change
+            results[name] = float(metric(*own))
             if not math.isfinite(results[name]):
                 raise ValueError(f"it gives {results[name]}")
         except Exception as error:
             raise ConfigError(
-                f"the metric {name} of your own fails ({error}): correct it."
+                f"the metric {name} of your own fails ({error}): let it return one finite number, "
+                "and go on by fednas run resume=<run folder>."
             ) from error
     return results
 
