@@ -391,7 +391,9 @@ class Ledger(AbstractContextManager["Ledger"]):
             )
         if last == marked:
             if not anchor.equal(last_mac, marked_mac):
-                raise anchor.damaged(f"row {last} of {self.path} is not the one that was booked")
+                raise anchor.damaged(
+                    f"row {last} of {self.path} is not the one that was booked with this key"
+                )
             return True
         if not anchor.equal(last_mac, self._hmac_of(last, marked_mac)):
             raise anchor.damaged(f"row {last} of {self.path} was edited")
