@@ -360,42 +360,11 @@ def cells(output):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def test_calibrate_prints_noise_that_keeps_the_target(prints):
-    """Sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66 (dp-accounting), RDP 2.16, filter 2.33."""
-    given = "--delta 1e-5 --rate .05 --steps 10 --epsilon 1.6605".split()
-    sigma, *epsilons = prints("calibrate", *given).splitlines()
-    assert 0.99 < float(sigma.removeprefix("noise_multiplier = ")) < 1.01
-    values = [float(line.split()[2]) for line in epsilons]
-    assert values == pytest.approx([1.66, 2.16, 0.75, 2.33], rel=0.02)
-    assert [line.partition("(")[2][:3] for line in epsilons] == ["PRV", "RDP", "GDP", "fil"]
-
-
-NUMBERS = "--epsilon 1 --delta 1e-5 --rate .1 --steps 5"
-UNCALIBRATED = """
---delta 1 | delta
---rate 0 | sample_rate=0.0 is out of range: expected above 0, at most 1
---steps 0 | --steps=
---steps 1000000001 | --steps=
---epsilon nan | is out of range: expected 0.001 to 1000000
---epsilon 1.1e6 | is out of range: expected 0.001 to 1000000
-"""
-
-
-@pytest.mark.parametrize(("given", "words"), rows(UNCALIBRATED))
-def test_calibrate_refuses_in_one_sentence(given, words, refused):
-    assert words in refused("calibrate", *NUMBERS.split(), *given.split())
-
-
-def test_calibrate_explains_a_run_or_takes_numbers_and_not_both(prints, refused):
+def test_calibrate_explains_a_private_run(prints, refused):
     run = "algorithm=fedavg algorithm.network=linear privacy=dp stages=[retrain]"
     parts = ("records of 3 clients", "noise multiplier", "learning rate", "(epsilon, delta)")
     assert lacking(prints("calibrate", *run.split()), *parts) == []
-    for given, words in (
-        ("--epsilon 3 --rate .1", "add --delta, --steps"),
-        (f"{NUMBERS} {run}", "leave out"),
-        ("privacy=none", "nothing is to be calibrated"),
-    ):
-        assert words in refused("calibrate", *given.split())
+    assert "nothing is to be calibrated" in refused("calibrate", "privacy=none")
 
 
 def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, prints, refused):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Handler
 from fednas_flwr.report.templates import epsilon_text, sentence
-from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV, SPLITS
+from fednas_flwr.settings.names import PRV, SPLITS
 from fednas_flwr.settings.parser import Between
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from fednas_flwr.privacy.books.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
-MOST_STEPS = 10**9  # in `fednas calibrate`
 STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
 STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
@@ -64,72 +62,16 @@ def audit(*, confidence: float = 0.9999, overrides: Sequence[str]) -> int:
     return 0
 
 
-def calibrate(
-    *,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    rate: float | None = None,
-    steps: int | None = None,
-    overrides: Sequence[str],
-) -> None:
-    """Print the least noise that keeps an epsilon, for a run or for a number of steps.
-
-    With the overrides of `fednas run` it prints what follows from records, budget and noise in that
-    run, and why; else give --epsilon, --delta, --rate and --steps.
+def calibrate(*, overrides: Sequence[str]) -> None:
+    """Print the noise, batches and learning rate of a private run, and what each follows from.
 
     Args:
-        epsilon: the target epsilon
-        delta: the target delta, above 0, below 1
-        rate: each record's probability of being in a step's batch: B / N
-        steps: number of steps that are released
-        overrides: see above
+        overrides: those of fednas run
     """
-    values = {"epsilon": epsilon, "delta": delta, "rate": rate, "steps": steps}
-    if {*values.values()} == {None}:
-        config = compose(*overrides)
-        from fednas_flwr.deploy.dry_run import private_terms
+    config = compose(*overrides)
+    from fednas_flwr.deploy.dry_run import private_terms
 
-        print("\n".join(private_terms(config)))
-        return
-    if epsilon is None or delta is None or rate is None or steps is None or overrides:
-        missing = [f"--{name}" for name, value in values.items() if value is None]
-        remedy = f"add {', '.join(missing)}" if missing else f"leave out {show(overrides[0])}"
-        raise ConfigError(
-            "fednas calibrate takes the overrides of a run, or --epsilon, --delta, --rate and "
-            f"--steps together: {remedy}."
-        )
-    _calibrate_steps(epsilon, delta, rate, steps)
-
-
-def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> None:
-    """Print a noise multiplier, rounded up, and the cost of its steps by every accountant."""
-    from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
-    from fednas_flwr.privacy.mechanism import accounting
-    from fednas_flwr.privacy.mechanism.renyi import Release
-
-    Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", target)
-    Between(1, MOST_STEPS).check("--steps", steps)
-    try:
-        least = accounting.calibrate_noise(
-            target_epsilon=target,
-            delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=accounting.prv_epsilon,
-        )
-        digit = 10.0 ** (math.floor(math.log10(least)) - 4)
-        sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed
-        release = Release(noise_multiplier=sigma, sample_rate=rate, steps=steps)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    print(f"noise_multiplier = {sigma:g}")
-    for name, accountant in {
-        "PRV": accounting.prv_epsilon,
-        "RDP": accounting.rdp_epsilon,
-        "GDP, an approximation and no bound": accounting.gdp_epsilon,
-        "filter, the budget that a site needs": filter_epsilon,
-    }.items():
-        print(f"epsilon = {epsilon_text(accountant([release], delta))} at delta {delta:g} ({name})")
+    print("\n".join(private_terms(config)))
 
 
 def approve(

@@ -145,9 +145,6 @@ def compare(
     *,
     output: Path | None = None,
     against: str | None = None,
-    csv: Path | None = None,
-    markdown: Path | None = None,
-    latex: Path | None = None,
     curves: Path | None = None,
     metric: str = "train_loss",
     stage: Literal["search", "retrain"] = "retrain",
@@ -161,24 +158,17 @@ def compare(
 
     Args:
         run_folders: run folders or sweeps
-        output: folder for compare.csv, .md, .json and .html
+        output: folder for compare.csv, .md, .tex, .json and .html
         against: group from which differences are taken; else the best, or only non-private, one
-        csv: file for the table as CSV
-        markdown: file for the table as Markdown
-        latex: file for the table as LaTeX
         curves: file, .pdf, .svg or .png: see below
         metric: metric of --curves
         stage: stage of --curves
         over: horizontal axis of --curves
     """
-    from fednas_flwr.base.files import write_atomically
     from fednas_flwr.report import comparison as c
 
     comparison = c.compare_runs(run_folders, against=against)
     c.print_comparison(comparison)
-    for path, write in ((csv, c.as_csv), (markdown, c.as_markdown), (latex, c.as_latex)):
-        if path:
-            print(write_atomically(path, write(comparison)))
     if curves is not None:
         c.write_curves(run_folders, curves, metric=metric, stage=stage, over=over)
         print(curves)

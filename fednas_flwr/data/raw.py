@@ -263,8 +263,9 @@ def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
         many = NEARLY * min(_FEWEST, len(present)), (1 - NEARLY) * len(present)
         if column.kind == CATEGORY and len(unknown) > max(many):
             yield (
-                f"column {name}: {len(unknown)} of {len(present)} cells, such as {unknown.text(0)},"
-                f" are none of the categories that the model knows ({listed(column.categories, 5)})"
+                f"column {name}: {len(unknown)} of {len(present)} cells, such as "
+                f"{unknown.text(0)}, are none of the categories that the model knows "
+                f"({listed(column.categories, 5)})"
             )
 
 

@@ -258,7 +258,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
         against: Name of the group from which differences are taken. None takes, if all groups are
-            on the same data, the only one without privacy, else the one with the best mean.
+            on the same data, the only one without privacy, else the one with the best mean. There
+            are none if the data has changed in between.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -295,8 +296,12 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         by_name = dict(zip(names, groups, strict=True))
         plain = [name for name, of in by_name.items() if not of[0].is_private]
         against = plain[0] if len(plain) == 1 else _best(by_name, BY_NAME[metric])
+    said = [f"{run.folder.name}: {text}" for run in runs if (text := sentence("disagrees", run))]
+    data = {run.last("partition").get("data") for run in runs}  # no hash of private records
+    if len(data - {None, ""}) > 1 and not any(map(OTHER_DATA.match, shown)):
+        against = None
+        said.append("the data has changed between these runs: no differences are shown")
     other = groups[names.index(against)] if against is not None else []
-    said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
         best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
         groups=tuple(
@@ -305,7 +310,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         ),
         not_counted=tuple(not_counted),
         metric=metric,
-        warnings=tuple(f"{folder}: {text}" for folder, text in said if text),
+        warnings=tuple(said),
         against=against,
     )
 
@@ -382,7 +387,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare.csv, .md, .json and .html into a folder and return their paths.
+    """Write compare.csv, .md, .tex, .json and .html into a folder and return their paths.
 
     The CSV file holds plain numbers in the units of the metrics' names (accuracies as shares of 1).
     The JSON file also holds the values of every run.
@@ -391,6 +396,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     contents = {
         "csv": as_csv(comparison),
         "md": as_markdown(comparison),
+        "tex": as_latex(comparison),
         "json": json.dumps(asdict(comparison), indent=2, allow_nan=False) + "\n",
         "html": _html(comparison),
     }

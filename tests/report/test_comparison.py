@@ -14,7 +14,7 @@ from fednas_flwr.report.templates import DASH, sentence
 from fednas_flwr.runs.numbers import Run
 
 from ..refusals import lacking, refuses
-from .conftest import printed, with_config, with_events
+from .conftest import emit, printed, with_config, with_events
 
 
 def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):
@@ -84,12 +84,12 @@ def test_the_files_agree(make_run, tmp_path):
     folders = [make_run(f"run{seed}", seed=seed, accuracy=0.8 + 0.05 * seed) for seed in (1, 2)]
     comparison = compare_runs([*folders, make_run("other", algorithm="fnas", until="search")])
     paths = write_comparison(comparison, tmp_path / "out")
-    assert [path.name[8:] for path in paths] == ["csv", "md", "json", "html"]
-    html = paths[3].read_text(encoding="utf-8")
+    assert [path.name[8:] for path in paths] == ["csv", "md", "tex", "json", "html"]
+    html = paths[4].read_text(encoding="utf-8")
     assert lacking(html, "87.5 ± 3.5", "disk full", "drawFigure(place, figure") == []
     assert len(html) < 100_000
     (row,) = csv.DictReader(paths[0].read_text().splitlines())
-    document = json.loads(paths[2].read_text())
+    document = json.loads(paths[3].read_text())
     (group,) = document["groups"]
     central = group["metrics"]["central_accuracy"]
     assert central["values"] == pytest.approx([0.85, 0.9])
@@ -131,6 +131,13 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     assert worse == "Worse, by its own interval, than fed_darts: fednas."
     assert unclear == "Not shown to differ, as the interval includes 0, from fed_darts: fnas."
     refuses("--against", compare_runs, [tmp_path / "sweep"], against="feathers")
+    for folder, data in (("third1", "a"), ("fnas2", "a"), ("fnas3", "")):  # "" of a private one
+        emit(tmp_path / "sweep" / folder, "partition", data=data)
+    assert compare_runs([tmp_path / "sweep"]).warnings == ()
+    emit(tmp_path / "sweep/fnas3", "partition", data="b")
+    for changed in (compare_runs([tmp_path / "sweep"], against=name) for name in (None, "fnas")):
+        assert (changed.against, changed.notes) == (None, [])
+        assert changed.warnings[0].startswith("the data has changed between these runs: no diff")
 
 
 def test_a_name_has_what_differs_most_first(make_run, tmp_path):
