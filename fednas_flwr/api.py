@@ -320,15 +320,21 @@ def register_op(name: str, make: Callable[[int, int], nn.Module]) -> None:
             space for tables both are ``[B, channels]``. The space adds a norm after it.
 
     Raises:
-        ConfigError: The name exists.
+        ConfigError: The name exists, or the function fails.
 
     Example:
         ``register_op("wide", lambda width, stride: nn.Conv2d(width, width, 7, stride, 3))``
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        weights = list(make(8, 1).parameters())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            weights = list(make(8, 1).parameters())
+    except Exception as error:
+        raise ConfigError(
+            f"op={name} fails at 8 channels and a stride of 1 ({error}): expected a function of "
+            "both that returns a module."
+        ) from error
     _own("op", name, OpEntry(make, bool(weights)))
 
 

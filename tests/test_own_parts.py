@@ -140,6 +140,15 @@ class Mixing(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
+class Listing(nn.Module):
+    def __init__(self, *widths):
+        super().__init__()
+        self.layers = [nn.Linear(*widths)]
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
 WRONG_OPS = [
     (lambda channels, stride: nn.Conv2d(channels, 3, 1), r"expected \[2, 4, 5, 5\]"),
     (lambda channels, stride: nn.Linear(7, 7), "the op wrong of your own fails: "),
@@ -168,7 +177,7 @@ WRONG_NETWORKS = [
     (lambda shape, classes: None, "the network odd of your own fails: "),
     (lambda shape, classes: nn.Sequential(Mixing(), small(shape, classes)), "on no other record"),
     (lambda shape, classes: nn.Sequential(small(shape, classes), nn.Softmax(1)), "out its softmax"),
-    (lambda shape, classes: nn.AvgPool1d(3), "odd of your own has no parameters: keep a list"),
+    (lambda shape, classes: Listing(9, classes), "weights unknown to torch, keep lists of layers"),
 ]
 
 

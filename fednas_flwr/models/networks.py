@@ -254,8 +254,6 @@ def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Modu
         )
     elif known and num_classes > 1 and out.min() >= 0 and out.sum(1).allclose(torch.ones(2)):
         wrong = "returns probabilities: leave out its softmax, which training and export add"
-    elif not [*network.parameters()]:
-        wrong = "has no parameters: keep a list of layers as nn.ModuleList"
     if wrong:
         raise ConfigError(f"the network {name} of your own {wrong}.")
     return network.train()

@@ -219,18 +219,19 @@ class OwnOp(nn.Sequential):
             sides: Height and width with which the op is tried; empty for rows of a table.
 
         Raises:
-            ConfigError: There is no op with this name, it fails, its output has another shape or,
-                if the norm is for private training, a record depends on the others.
+            ConfigError: There is no op with this name, it fails, its output has another shape or
+                is random, or a record depends on the others.
         """
         check_choice("op", name, TABLES["op"])
         expected = (2, channels, *(-(-side // stride) for side in sides))
         x = torch.linspace(-1, 1, 2 * channels * math.prod(sides)).view(2, channels, *sides)
         module, out, alone = tried(f"op {name}", TABLES["op"][name].make, (channels, stride), x)
-        apart = out.is_meta or isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
-        if out.shape != expected or not (apart or torch.allclose(out[:1], alone, atol=1e-5)):
+        apart = out.is_meta or torch.allclose(out[:1], alone, atol=1e-5)
+        if out.shape != expected or not apart:
             raise ConfigError(
                 f"the op {name} of your own turns {list(x.shape)} into {list(out.shape)} at stride "
-                f"{stride}: expected {list(expected)}, and each record computed by itself."
+                f"{stride}: expected {list(expected)}, and each record computed by itself, the "
+                "same each time."
             )
         super().__init__(module.train(), norm)
 
@@ -246,10 +247,13 @@ def tried(
     try:
         module = make(*arguments).eval()
         _check_tensors(module)
-        with torch.no_grad():
-            outputs = module(x), module(x[:1])
+        module.requires_grad_(False)
+        outputs = module(x), module(x[:1])
         if not isinstance(outputs[0], Tensor):
             raise TypeError(f"it returns a {type(outputs[0]).__name__}, expected one tensor")
+        if outputs[0].requires_grad:
+            raise ValueError("it has weights unknown to torch, keep lists of layers as ModuleList")
+        module.requires_grad_(True)
     except Exception as error:
         raise ConfigError(f"the {what} of your own fails: {error}.") from error
     return module, *outputs
