@@ -38,8 +38,8 @@ EDGES = cell_graph.candidate_edges(NODES)
 STEM_MULTIPLIER = 3
 CELLS = Between(
     3,
-    reason="for darts, as with fewer there is no normal cell; set search_space.num_cells and "
-    "retrain.num_cells",
+    reason="for darts, as with fewer there is no normal cell; set retrain.num_cells, which is 1 "
+    "by default, or search_space.num_cells",
 )
 
 
