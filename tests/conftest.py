@@ -255,17 +255,15 @@ def run_inline(quick_run):
 
 
 @pytest.fixture(scope="session")
-def finished_run(compose_config, tmp_path_factory, pytestconfig):
+def finished_run(compose_config, tmp_path_factory):
     """``finished_run(*overrides)``: as ``run_inline``, a copy of one that was made before.
 
     For tests that look at what a run has left. It must not be called where anything is patched.
     An error of the run is raised.
     """
-    if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
-        place = pytestconfig.cache.mkdir("finished_runs")
-    else:
-        place = tmp_path_factory.getbasetemp() / "finished_runs"
-    runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
+    place = tmp_path_factory.getbasetemp()  # of this worker
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    runs = FinishedRuns(place / "finished_runs", tmp_path_factory.mktemp("finished"))
     return lambda *overrides: sound(runs.get(compose_config(*overrides)))
 
 

@@ -1,24 +1,17 @@
 """Whole runs that several tests look at: made once, kept on disk, and handed out as copies.
 
-A run is looked up by its settings, by the content of the files that they name, and by all else
-that its bits depend on: the package, ``conf/``, the libraries and the number of threads. In a
-coverage pass every run is made anew, since each test shall be seen to run its lines.
+A run is looked up by its settings and by the content of the files that they name.
 """
 
 import json
 import os
-import platform
 import shutil
-import sys
 from dataclasses import replace
-from functools import cache
 from hashlib import sha256
-from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from filelock import FileLock
 
 from fednas_flwr.base.foreign import dump_yaml
@@ -30,9 +23,6 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
-
-ROOT = Path(__file__).parent.parent
-KEPT_STATES = 2  # of package, conf/ and libraries: this one and the one before
 
 
 def named(events, *kinds):
@@ -124,16 +114,6 @@ def digest_of(path):
     return total.hexdigest()
 
 
-@cache
-def state():
-    """Return the name of what all runs depend on: code, settings, libraries, processor, threads."""
-    versions = sorted(f"{d.name} {d.version}" for d in distributions())
-    machine = [platform.python_version(), platform.machine(), torch.get_num_threads()]
-    code = [digest_of(ROOT / name) for name in ("fednas_flwr", "conf")]
-    own = digest_of(Path(__file__))
-    return sha256(json.dumps([*code, own, versions, machine]).encode()).hexdigest()[:16]
-
-
 def name_of(config):
     """Return the name of a run: of its settings, and of the content of the files they name."""
 
@@ -151,27 +131,17 @@ def name_of(config):
     return sha256(json.dumps(without_paths(settings), sort_keys=True).encode()).hexdigest()[:24]
 
 
-def in_coverage_pass():
-    """Return whether coverage is being measured in this process."""
-    coverage = sys.modules.get("coverage")
-    return coverage is not None and coverage.Coverage.current() is not None
-
-
 class FinishedRuns:
     """Runs on disk.
 
     Args:
-        place: Where they are kept, for all processes of pytest.
+        place: Where they are kept, for all processes of this call of pytest.
         copies: Where copies of them are put.
     """
 
     def __init__(self, place, copies):
-        self._place, self._copies, self._numbers = place / state(), copies, count()
-        self._place.mkdir(parents=True, exist_ok=True)
-        os.utime(self._place)
-        states = sorted(place.iterdir(), key=lambda folder: folder.stat().st_mtime)
-        for outdated in states[:-KEPT_STATES]:
-            shutil.rmtree(outdated, ignore_errors=True)
+        self._place, self._copies, self._numbers = place, copies, count()
+        place.mkdir(exist_ok=True)
 
     def get(self, config, make=whole_run):
         """Return a copy of the run of these settings, made if there is none.
@@ -180,9 +150,6 @@ class FinishedRuns:
         kept, but returned as it is.
         """
         copy = self._copies / str(next(self._numbers))
-        if in_coverage_pass():
-            done = make(create_run_folder(replace(config, run_dir=str(copy))))
-            return Told(**vars(done), made_in=copy)
         kept = self._place / name_of(config)
         with FileLock(f"{kept}.lock"):
             if not kept.exists():

@@ -8,7 +8,7 @@ import pytest
 
 from fednas_flwr.runs.run_folder import open_run_folder
 
-from . import finished_runs
+from .finished_runs import FinishedRuns
 
 
 @pytest.fixture
@@ -28,9 +28,8 @@ def make():
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(finished_runs, "in_coverage_pass", lambda: False)
-    return finished_runs.FinishedRuns(tmp_path / "kept", tmp_path / "copies")
+def runs(tmp_path):
+    return FinishedRuns(tmp_path / "kept", tmp_path / "copies")
 
 
 def number(run):
@@ -56,17 +55,6 @@ def test_data_count_by_their_content(runs, make, compose_config, made_data, tmp_
     arrays[-1] ^= 1
     copy.write_bytes(arrays)
     assert number(runs.get(compose_config(f"dataset.root={copy}"), make)) == 2
-
-
-def test_another_code_makes_another_run_and_few_are_kept(
-    runs, make, compose_config, tmp_path, monkeypatch
-):
-    runs.get(compose_config(), make)
-    for state in "abc":
-        monkeypatch.setattr(finished_runs, "state", lambda state=state: state)
-        other = finished_runs.FinishedRuns(tmp_path / "kept", tmp_path / f"copies-{state}")
-        assert number(other.get(compose_config(), make)) == "abc".index(state) + 2
-    assert len(list((tmp_path / "kept").iterdir())) == finished_runs.KEPT_STATES
 
 
 def test_a_run_that_failed_is_not_kept(runs, make, compose_config):
