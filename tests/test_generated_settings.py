@@ -10,7 +10,7 @@ from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
-RUNS = 8  # scripts/fuzz_settings.sh makes more
+RUNS = 5  # scripts/fuzz_settings.sh makes more
 NORMS = ["search_space.norm=group", "retrain.norm=group"]
 
 

@@ -90,10 +90,8 @@ def _bytes(request: messages.Request) -> bytes:
 def _read(client: Client, path: Path) -> Model:
     try:
         return read_model(path, client.make_network)
-    except ConfigError:
-        raise
     except Exception as error:  # anything that a server can put into a file
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        reason = f"{type(error).__name__}: {str(error).replace(str(path), 'it')[:200]}"
         raise ConfigError(f"refused: the model cannot be read ({reason}).") from error
 
 

@@ -85,23 +85,20 @@ def finished(request, finished_run, tmp_path_factory):
 
 
 def test_python_takes_raw_data(finished):
-    model = load(finished.folder)
-    array = finished.test.features.numpy()  # bytes, or rows of a table, as the file has them
-    found = model.predict(array)
+    model, given = load(finished.folder), finished.test.features.numpy()  # bytes, or numbers
+    if finished.raw is not None and finished.raw.suffix == ".csv":
+        given = pd.read_csv(finished.raw, sep=";", decimal=",").drop(columns="outcome")
+    found = model.predict(given)
     assert np.mean(np.array(found.labels) == finished.truth) == finished.accuracy > 0.5
+    assert found.accuracy is None
     np.testing.assert_allclose(found.probabilities.sum(1), 1, rtol=1e-5)
-    if array.dtype == np.uint8:
-        shares = model.predict(array.astype(np.float64) / 255)
+    if finished.test.features.dtype == torch.uint8:
+        shares = model.predict(given.astype(np.float64) / 255)
         np.testing.assert_allclose(shares.probabilities, found.probabilities, atol=1e-4)
     if finished.raw is not None:
         own = model.predict(finished.raw)
         np.testing.assert_allclose(own.probabilities, found.probabilities, atol=1e-4)
         assert own.accuracy == finished.accuracy
-    if finished.raw is not None and finished.raw.suffix == ".csv":
-        table = pd.read_csv(finished.raw, sep=";", decimal=",")
-        again = model.predict(table.drop(columns="outcome"))
-        np.testing.assert_allclose(again.probabilities, found.probabilities, atol=1e-4)
-        assert again.accuracy is None
 
 
 def test_the_command_takes_raw_data(finished, tmp_path, prints):
