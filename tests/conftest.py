@@ -47,8 +47,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 compose_by_hydra = hydra_config.compose
 hydra_config.compose = remembering(compose_by_hydra)
-LONGEST = "several_labels audit_run private_actions own_parts private_run hostile_properties config"
-LONGEST += " groups private_clients data_free_scores generated_settings runtimes api stopped"
+LONGEST = "walkthroughs baselines sensitivity estimators private_actions several_labels audit_run"
+LONGEST += " features api own_parts private_clients secure_sum stopped local_actors ledger"
 
 
 WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`

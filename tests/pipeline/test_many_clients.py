@@ -36,6 +36,7 @@ def many(quick_run):
     def told(_, grid, message):
         return message.metadata.message_type, message.metadata.dst_node_id - 2
 
+    client_app.forget()  # those of tests before
     with pytest.MonkeyPatch.context() as patch:
         asked = noting(patch, InProcessGrid, "answer", told)
         alive = noting(patch, InProcessGrid, "answer", lambda *_: kept()[0])
