@@ -226,8 +226,7 @@ class OwnOp(nn.Sequential):
         expected = (2, channels, *(-(-side // stride) for side in sides))
         x = torch.linspace(-1, 1, 2 * channels * math.prod(sides)).view(2, channels, *sides)
         module, out, alone = tried(f"op {name}", TABLES["op"][name].make, (channels, stride), x)
-        apart = out.is_meta or torch.allclose(out[:1], alone, atol=1e-5)
-        if out.shape != expected or not apart:
+        if out.shape != expected or not (out.is_meta or torch.allclose(out[:1], alone, atol=1e-5)):
             raise ConfigError(
                 f"the op {name} of your own turns {list(x.shape)} into {list(out.shape)} at stride "
                 f"{stride}: expected {list(expected)}, and each record computed by itself, the "
