@@ -221,7 +221,7 @@ WRONG_LOSSES = [
     (lambda *_: torch.zeros(1), FAILS),
     (lambda one, _: one.max().item(), FAILS),
     (lambda one, label: focal(one, label) - 0.1, "is -0.0999 for some outputs"),
-    (nn.CrossEntropyLoss(weight=torch.arange(1.0, 11)), "divides by its records' weights"),
+    (nn.CrossEntropyLoss(weight=torch.tensor([1.0] * 9 + [5])), "divides by its records' weights"),
 ]
 
 

@@ -253,15 +253,22 @@ def _divides_by_weights(loss: OwnLoss, logits: Tensor, labels: Tensor) -> bool:
     """True if a mean over records of two classes has unequal shares, the same for any outputs."""
     if labels.shape[1:] or labels.is_floating_point() or logits.shape[1] < 2:
         return False
-    labels, shares = torch.tensor([0, 1], device=logits.device), []
-    for scale in (0.1, 0.2):
-        pair = logits[:2].detach() * scale
+    pairs = [logits[:2].detach() * scale for scale in (0.1, 0.2)]
+    for place in range(1, logits.shape[1]):
+        two = torch.tensor([0, place], device=logits.device)
         try:
-            one, other = _own_losses(loss, pair, labels)
-            shares.append(float((loss(pair, labels).mean() - other) / (one - other)))
+            first, again = (_share(loss, pair, two) for pair in pairs)
         except Exception:  # not for several records
             return False
-    return 0 < shares[0] < 1 and abs(shares[0] - 0.5) > 1e-3 > abs(shares[0] - shares[1])
+        if 0 < first < 1 and abs(first - 0.5) > 1e-3 > abs(first - again):
+            return True
+    return False
+
+
+def _share(loss: OwnLoss, logits: Tensor, labels: Tensor) -> float:
+    """The share of the first of two records in a loss of both."""
+    one, other = _own_losses(loss, logits, labels)
+    return float((loss(logits, labels).mean() - other) / (one - other))
 
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
