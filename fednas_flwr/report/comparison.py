@@ -297,7 +297,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         plain = [name for name, of in by_name.items() if not of[0].is_private]
         against = plain[0] if len(plain) == 1 else _best(by_name, BY_NAME[metric])
     said = [f"{run.folder.name}: {text}" for run in runs if (text := sentence("disagrees", run))]
-    data = {run.last("partition").get("data") for run in runs}  # no hash of private records
+    here = [run for run in runs if run.group("runtime").get("name") != "deployment"]
+    data = {run.last("partition").get("data") for run in here}  # no hash of private records
     if len(data - {None, ""}) > 1 and not any(map(OTHER_DATA.match, shown)):
         against = None
         said.append("the data has changed between these runs: no differences are shown")
