@@ -4,6 +4,7 @@ A real site with a policy refuses what the policy does not allow before it opens
 the check that noise suits the size of a network follows once the network is built.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -193,9 +194,10 @@ def _client(config_json: str, index: int, site: Site, policy: str | None) -> Cli
 
 
 def forget() -> None:
-    """Let go of the clients that this process keeps, and of their records."""
+    """Let go of the clients that this process keeps, of their records and of their books."""
     for kept in (_client, _guard, _data):
         kept.cache_clear()
+    gc.collect()  # the books close now
 
 
 app = make_client_app()
