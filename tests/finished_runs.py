@@ -143,7 +143,7 @@ class FinishedRuns:
         self._place, self._copies, self._numbers = place, copies, count()
         place.mkdir(exist_ok=True)
 
-    def get(self, config, make=whole_run):
+    def get(self, config):
         """Return a copy of the run of these settings, made if there is none.
 
         Its ``made_in`` is the folder that it was made in. A run that ends with an error is not
@@ -155,7 +155,7 @@ class FinishedRuns:
             if not kept.exists():
                 made_in = kept.with_name(f"{kept.name}.{os.getpid()}")
                 shutil.rmtree(made_in, ignore_errors=True)
-                done = make(create_run_folder(replace(config, run_dir=str(made_in))))
+                done = whole_run(create_run_folder(replace(config, run_dir=str(made_in))))
                 if done.error is not None:
                     shutil.move(made_in, copy)
                     return Told(**vars(done) | {"folder": copy}, made_in=made_in)

@@ -114,16 +114,23 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
         yield from off_scale(test.features, records.schema, mean.tolist(), std.tolist())
 
 
-def undeclared(
+def off_declared(
     test: Records, mean: Sequence[float], std: Sequence[float], target: Sequence[float]
 ) -> Iterator[str]:
-    """Yield sentences on a public test set far from what is declared, as ``off_scale`` and Inputs.
+    """Yield sentences on a public test set that is far from what settings declare.
 
-    They read no other record, so that private runs have them, too.
+    No other record is read, so that private runs have them, too.
+
+    Args:
+        test: The test set.
+        mean: Declared mean of each feature; empty if none is declared.
+        std: Declared standard deviations, likewise.
+        target: As ``Inputs.target``; its ends are the declared range of a number to predict.
     """
     if mean and test.schema:
         yield from off_scale(test.features, test.schema, mean, std)
-    for low, high in [target[2:]] if target[2:] else []:
+    if len(target) > 2:
+        *_, low, high = target
         outside = int(((test.labels < low) | (test.labels > high)).sum())
         if outside > _OUTSIDE * len(test):
             ends = f"dataset.target_range=[{low:g}, {high:g}]"

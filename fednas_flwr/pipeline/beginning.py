@@ -21,7 +21,7 @@ from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.client.making import simulated_properties
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.oddities import oddities, undeclared
+from fednas_flwr.data.oddities import oddities, off_declared
 from fednas_flwr.data.prepared import client_names, make_data, make_server_data, save_partition
 from fednas_flwr.data.records import fingerprint
 from fednas_flwr.data.statistics import Statistics
@@ -165,7 +165,7 @@ def _tell_partition(
         of_table = prepared.train.notes if prepared.train.schema else ()
     if prepared.server_test is not None:
         declared = prepared.mean, prepared.std, prepared.target
-        odd += [f"test set: {words}" for words in undeclared(prepared.server_test, *declared)]
+        odd += [f"test set: {words}" for words in off_declared(prepared.server_test, *declared)]
     if notes or odd:
         log.emit("data", found=[*notes, *odd], odd=[*of_table, *odd])
 

@@ -275,7 +275,8 @@ def fronts(
 
 def effects(run: Run) -> dict[str, Figure]:
     """Return the mean probability of the positive class over values of a column, by its name."""
-    found, shown = {}, (run.scores("central").get("importance") or {}).get("effects", [])
+    found, explained = {}, run.scores("central").get("importance") or {}
+    shown = explained.get("effects", [])
     top = min(1.0, 1.1 * max((max(effect["y"]) for effect in shown), default=1.0))  # for all
     for place, effect in enumerate(shown):
         xs, ys = effect["x"], effect["y"]

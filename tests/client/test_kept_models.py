@@ -152,7 +152,8 @@ NO_MODELS += [size.to_bytes(8, "little") + of for size, of in ((2**60, b"{}"), (
 
 @pytest.mark.parametrize("content", NO_MODELS)
 def test_a_file_that_is_no_model_is_refused_and_removed(content, site, no_record):
-    refuses("refused: the model cannot be read", site.keep, content)
+    told = refuses("refused: the model cannot be read", site.keep, content)
+    assert str(site.folder) not in told
     assert list(site.folder.iterdir()) == []
 
 

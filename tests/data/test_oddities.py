@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.data.oddities import oddities, off_scale, undeclared
+from fednas_flwr.data.oddities import oddities, off_declared, off_scale
 from fednas_flwr.data.records import CATEGORY, Column
 
 from ..data_sets import records_of
@@ -119,9 +119,9 @@ def test_a_test_set_is_held_against_what_is_declared(outside, told):
     days = torch.where(torch.arange(N) < outside, 60.0, 30.0)
     test = replace(table({"age": CLEAN["age"]}), labels=days, class_names=())
     target = (25.0, 14.4, 0.0, 50.0)
-    found = list(undeclared(test, (50.0,), (10.0,), target))
+    found = list(off_declared(test, (50.0,), (10.0,), target))
     where = f"is outside dataset.target_range=[0, 50] in {outside} of its 200 records"
     assert found == [f"the number to predict {where}"] * told
-    (words,) = undeclared(test, (5.0,), (1.0,), ())
+    (words,) = off_declared(test, (5.0,), (1.0,), ())
     assert "as in another unit or scale: age (" in words
-    assert not list(undeclared(test, (), (), ()))
+    assert not list(off_declared(test, (), (), ()))

@@ -2,14 +2,18 @@ import pytest
 
 from ..processes import told
 
+FLOWER = ("flwr.supercore.telemetry", "FLWR_TELEMETRY_ENABLED")
+HUB = ("huggingface_hub.constants", "HF_HUB_DISABLE_TELEMETRY")
+KNOWN = [(*FLOWER, None, "0"), (*FLOWER, "1", "1"), (*HUB, None, "True"), (*HUB, "0", "False")]
+
 
 @pytest.mark.run
-@pytest.mark.parametrize(("given", "expected"), [(None, "0"), ("1", "1")])
-def test_flowers_telemetry_is_off_unless_the_user_turns_it_on(given, expected, monkeypatch):
+@pytest.mark.parametrize(("module", "name", "given", "expected"), KNOWN)
+def test_telemetry_is_off_unless_the_user_turns_it_on(module, name, given, expected, monkeypatch):
     """Also for those who import a strategy and never go through ``federation``."""
-    code = "import fednas_flwr, flwr.supercore.telemetry as t; print(t.FLWR_TELEMETRY_ENABLED)"
-    monkeypatch.delenv("FLWR_TELEMETRY_ENABLED", raising=False)
-    own = {} if given is None else {"FLWR_TELEMETRY_ENABLED": given}
+    code = f"import fednas_flwr, {module} as t; print(t.{name})"
+    monkeypatch.delenv(name, raising=False)
+    own = {} if given is None else {name: given}
     assert told("-c", code, env=own).strip() == expected
 
 
