@@ -58,10 +58,10 @@ def markdown(text: object) -> str:
 def csv_cell(value: Any) -> Any:
     """Return a cell of a CSV file; text that a spreadsheet would compute gets an apostrophe.
 
-    Numbers stay as they are, also those written as text. A semicolon is also taken for a separator,
-    as it is where a comma is the decimal point.
+    Numbers stay as they are, also those written as text, and so does a sign alone. A semicolon is
+    also taken for a separator, as it is where a comma is the decimal point.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value in ("+", "-"):
         return value
     parts = value.split(";")
     return ";".join(f"'{p}" if p.startswith(_FORMULA) and not _is_number(p) else p for p in parts)

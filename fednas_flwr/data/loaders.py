@@ -23,6 +23,7 @@ from fednas_flwr.data.records import LIMIT, Records, assign_splits, count_labels
 from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
+FEWEST_TRAINED = 2  # records in a client's train part, as batch norm has no variance of one
 _SCANNED = 65536  # records that are scanned together
 
 
@@ -144,21 +145,15 @@ def make_client_data(
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
         key: The site's split key, see :func:`~fednas_flwr.data.records.assign_splits`.
         fractions: Shares of train, validation and test.
-        may_be_empty: True if there may be no train record, as at a private site; a refusal would
-            reveal that there is none.
-
-    Raises:
-        ConfigError: The train part is empty although its share is not 0.
+        may_be_empty: True if there may be no train record, as at a private site, where a record's
+            part must not depend on others. Elsewhere a client with so few records that fewer than
+            ``FEWEST_TRAINED`` would be in the train part has all of them there.
     """
     records = prepared.train
     parts = assign_splits(records.ids[indices], key=key, fractions=fractions)
+    if fractions["train"] > 0 and not may_be_empty and (parts == 0).sum() < FEWEST_TRAINED:
+        parts = np.zeros_like(parts)
     rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
-    if len(rows[0]) == 0 and fractions["train"] > 0 and not may_be_empty:
-        raise ConfigError(
-            f"a client has no train record, of {len(indices)} in all and dataset.fractions.train="
-            f"{fractions['train']:g}: raise that share, or give it more records (fewer clients, a "
-            "larger partition.min_size)."
-        )
     mean, std = _statistics(records, rows[0], prepared.mean, prepared.std)
     return ClientData(
         *(

@@ -23,7 +23,7 @@ from fednas_flwr.base.memory import check_fits
 from fednas_flwr.client import making
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.prepared import client_names, make_data
 from fednas_flwr.data.records import Parts
 from fednas_flwr.models import networks as nets
 from fednas_flwr.pipeline import schedule
@@ -340,25 +340,30 @@ def check_parts(
     holds_out = config.retrains and config.retrain.evaluate_every > 0
     every = f"retrain.evaluate_every={config.retrain.evaluate_every}"
     uses = {"validation": f"on which {every} measures: set it to 0, or"} if holds_out else {}
-    if chooses(config):
-        by = f"by which {config.algorithm.name}"
-        uses = {"train": f"{by} searches:", "validation": f"{by} chooses:"}
+    trains = algorithm_of(config).trains
+    if chooses(config) and trains is not None:
+        uses = {"train": f"by which {config.algorithm.name} searches:"}
+        if trains == SUPERNET or config.algorithm.trains_models:
+            uses["validation"] = f"by which {config.algorithm.name} chooses:"
+    names = client_names(prepared.train, config.partition)
     for index, client in enumerate(clients):
+        who = f"client {names[index] if names else index}"
         sizes = {"train": len(client.train), "validation": len(client.validation)}
         for name, use in uses.items():
             if not sizes[name]:
+                number = sum(sizes.values()) + len(client.test)
                 raise ConfigError(
-                    f"client {index} has no {name} record, {use} raise dataset.fractions."
-                    f"{name}={config.dataset.fractions[name]:g}, or give it more records (fewer "
-                    "clients, a larger partition.min_size)."
+                    f"{who} with {number} records has no {name} record, {use} raise dataset."
+                    f"fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
+                    "records (fewer clients, a larger partition.min_size, small sites joined)."
                 )
         trained = sizes["train"] if chooses(config) or holds_out else sum(sizes.values())
         if not trained:
             raise ConfigError(
-                f"client {index} has no record to train on: raise dataset.fractions.train="
+                f"{who} has no record to train on: raise dataset.fractions.train="
                 f"{config.dataset.fractions['train']:g}."
             )
-        smallest = {"search": min(sizes.values()), "retrain": trained}
+        smallest = {"search": min(sizes[name] for name in uses or sizes), "retrain": trained}
         for stage, network in networks.items():
             batch_size = _batch_size(config, stage)
             if smallest[stage] != 1 and batch_size != 1:
@@ -366,8 +371,8 @@ def check_parts(
             if error := _error_of_one_record(network.train(), prepared.input_shape):
                 norm = "search_space.norm" if stage == "search" else "retrain.norm"
                 raise ConfigError(
-                    f"{norm}=batch normalises no batch of one record, which client {index} trains "
-                    f"on in {stage} (batch_size={batch_size}): set {norm}=group, or give clients "
+                    f"{norm}=batch normalises no batch of one record, which {who} trains on "
+                    f"in {stage} (batch_size={batch_size}): set {norm}=group, or give clients "
                     "more records."
                 ) from error
 

@@ -19,9 +19,9 @@ FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def client_data(records, indices, *, mean=MEAN, std=STD, fractions=FRACTIONS):
-    prepared = Prepared(records, None, mean, std)
-    return loaders.make_client_data(prepared, np.asarray(indices), key=b"site", fractions=fractions)
+def client_data(records, indices, *, mean=MEAN, std=STD, fractions=FRACTIONS, **more):
+    prepared, more = Prepared(records, None, mean, std), {"fractions": fractions, **more}
+    return loaders.make_client_data(prepared, np.asarray(indices), key=b"site", **more)
 
 
 def test_parts_are_disjoint_and_the_same_for_any_partition(images):
@@ -71,9 +71,14 @@ def test_a_split_knows_the_records_of_each_person(images):
     assert replace(data.test, rows=nobody, persons=nobody).num_units == 0
 
 
-def test_a_client_without_training_records(images):
-    rows = client_data(images, np.arange(50)).test.rows.numpy()
-    refuses(f"no train record, of {len(rows)} in all", client_data, images, rows)
+def test_a_client_with_hardly_a_training_record(images):
+    whole = client_data(images, np.arange(50))
+    rows = torch.cat([whole.test.rows, whole.train.rows[:1]]).numpy()
+    data = client_data(images, rows)
+    assert sorted(data.train.rows.tolist()) == sorted(rows.tolist())
+    assert len(data.validation) == len(data.test) == 0
+    data = client_data(images, rows, may_be_empty=True)
+    assert (len(data.train), len(data.test)) == (1, len(rows) - 1)
     data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
     assert (len(data.train), len(data.test)) == (0, len(rows))
 

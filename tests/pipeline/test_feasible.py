@@ -109,6 +109,26 @@ def test_batch_norm_of_a_single_record_is_refused(compose_config, table, tmp_pat
     api.check(compose_config("algorithm.batch_size=1"))  # of an image, over its places
 
 
+@pytest.mark.parametrize("number", [1, 4])
+def test_sites_of_few_records(compose_config, table, tmp_path, number):
+    file = tmp_path / "table.csv"
+    sites = ["site", *["small"] * number, *["large"] * (120 - number)]
+    lines = zip(sites, file.read_text().splitlines(), strict=True)
+    file.write_text("\n".join(map(",".join, lines)))
+    own = (*table, "clients=2", "partition=column", "partition.column=site")
+    own += ("dataset.fractions={train:.2,validation:.4,test:.4}",)
+    sentence = refused(compose_config(*own))
+    of = f"client small with {number} records has no validation record, by which fed_darts chooses"
+    assert sentence.startswith(of)
+    ranked = ("rounds=1", "algorithm=successive_halving", "algorithm.rewarded=local")
+    for asked in (("algorithm=zero_cost",), ranked):  # neither reads validation records
+        config = compose_config(*own, *asked)
+        if number > 1:
+            api.check(config)
+        else:
+            assert "batch of one record, which client small trains on in" in refused(config)
+
+
 def test_logistic_regression_on_one_class_is_refused(compose_config, tmp_path):
     root = saved(tmp_path, np.zeros(60, int), np.arange(20) % 2)
     assert "of the class 0" in refused(compose_config(root, "dataset.linear_baseline=true"))
@@ -132,10 +152,8 @@ NAMES = {
 REFUSED = """
 dataset.mean=[0,0,0] dataset.std=[1,1e-300,1] | channel 1 of client 0
 $FRACTIONS{train:.99,validation:.005,test:.005}
-    | client 0 has no validation record, by which fed_darts chooses | validation=0.005
-$FRACTIONS{train:0,validation:.9,test:.1} | client 0 has no train record
-clients=80 | a client has no train record, of 1 in all and dataset.fractions.train=0.5: raise
-    that share, or give it more records
+    | records has no validation record, by which fed_darts chooses | validation=0.005
+$FRACTIONS{train:0,validation:.9,test:.1} | client 0 with | records has no train record
 search_space=nasbench201_small retrain=small $AUXILIARY | $HEADS
 search_space=mbconv_small retrain=mbconv $AUXILIARY | $HEADS
 search_space=dp_cells_small retrain=dp_cells $AUXILIARY | $HEADS
@@ -156,7 +174,7 @@ $NOISED $WEIGHTS=.2 $RETRAIN=1 | search takes 2 rounds, more than | client 0: 0
 $PRIVATE $METRICS=3 $FRACTIONS{train:.5,validation:.499,test:.001}
     | $METRICS=3 | test has no declared record
 $HELD_OUT retrain.evaluate_every=1 $FRACTIONS{train:.9,validation:0,test:.1}
-    | client 0 has no validation record, on which retrain.evaluate_every=1 measures: set it to 0, or
+    | records has no validation record, on which retrain.evaluate_every=1 measures: set it to 0, or
 """
 
 
