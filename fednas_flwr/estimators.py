@@ -40,7 +40,7 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded, hydra_config, registry
 
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
-FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
+FAST += ["retrain=recommended", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
 PRIVATE_TABLES = {  # replaces the private preset for tables, by task: without a search
     "classification": "experiment=fedavg/private_table",
@@ -204,12 +204,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             more: The user's own overrides, which follow.
         """
         is_table, clients = records.table is not None, 1 if self.clients is None else self.clients
+        follows = is_table and self.epsilon is None  # rounds follow from the records
         chosen: dict[str, Any] = {
             "seed": _seed(self.random_state),
             "privacy": None if self.epsilon is None else "dp",
             "privacy.epsilon": self.epsilon,
             "evaluation.metric": self.metric,
             "runtime.time_limit": self.time_limit,
+            "retrain.rounds": 10 if self.preset == "fast" and not follows else None,
             "search_space": "mlp_small" if is_table else None,
             "clients": None if "partition" in records.settings else clients,
             **records.settings,

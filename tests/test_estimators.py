@@ -30,7 +30,6 @@ from .refusals import refuses
 from .rows import by_hand
 
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
-EXPECTED = {"check_fit2d_1feature": "normalises no batch of one record"}  # a client has ten
 
 
 TYPED = ["experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"]
@@ -402,8 +401,6 @@ def test_scikit_learns_own_checks(estimator, named, fewest, tmp_path, monkeypatc
     checks = estimator_checks_generator(estimator(preset="fast", settings=TINY))
     own = [pair for pair in checks if re.search(named, pair[1].func.__name__)]
     assert len(own) > fewest
-    assert bool(named) or EXPECTED.keys() <= {check.func.__name__ for _, check in own}
     for model, passes in own:
-        words = EXPECTED.get(passes.func.__name__)
         with warnings.catch_warnings(action="ignore"), suppress(SkipTest):
-            refuses(words, passes, model, error=AssertionError) if words else passes(model)
+            passes(model)

@@ -79,16 +79,18 @@ def test_a_classifier_of_other_classes_begins_with_zeros(tmp_path):
     assert same(torch.rand(2, 3, 32, 32)).any()
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "nan"])
 def test_weights_of_another_network_are_refused(tmp_path, change):
     state, path = weights_of(), tmp_path / "weights.safetensors"
     first = next(iter(state))
     if change == "missing":
         del state[first]
+    elif change == "nan":
+        state[first] = torch.full_like(state[first], torch.nan)
     else:
         state["more.weight" if change == "unknown" else first] = torch.zeros(1)
     save_file(state, path)
-    words = "1 tensors are missing, unknown or of another shape"
+    words = "1 tensors are missing, unknown, not finite or of another shape"
     refuses(words, Pretrained(TINY).load_weights, path)
 
 

@@ -98,15 +98,16 @@ class Pretrained(nn.Module):
             state = dict(zip(dict.fromkeys([*expected, *head]), state.values(), strict=False))
             self.get_buffer("mean").fill_(LITE0_MEAN)
             self.get_buffer("std").fill_(LITE0_STD)
-        fits = {k: v for k, v in state.items() if k in expected and v.shape == expected[k].shape}
+        known = {k: v for k, v in state.items() if k in expected and v.isfinite().all()}
+        fits = {k: v for k, v in known.items() if v.shape == expected[k].shape}
         heads = tuple(f"{head}." for head in self._heads)
         differing = {k for k in state.keys() | expected.keys() if k not in fits}
         wrong = sorted(key for key in differing if not key.startswith(heads))
         if wrong:
             raise ConfigError(
                 f"{path or 'the Hub'} does not hold the weights of {show(self.name)}: "
-                f"{len(wrong)} tensors are missing, unknown or of another shape "
-                f"({listed(wrong, 3)}); give the file of that network."
+                f"{len(wrong)} tensors are missing, unknown, not finite or of "
+                f"another shape ({listed(wrong, 3)}); give the file of that network."
             )
         new = {key: torch.zeros_like(expected[key]) for key in expected.keys() - fits}
         self.network.load_state_dict({**fits, **new})

@@ -403,3 +403,13 @@ def test_what_averages_otherwise_is_left_alone(name):
     config = compose("retrain=recommended", *AVERAGED[name])
     plan = planned(config, 100, IMAGE, 1.0)
     assert (plan.exchange, plan.norm) == (config.retrain.exchange, config.retrain.norm)
+
+
+@pytest.mark.parametrize(("records", "decay"), [(10, 0.05), (100, 5 / 300), (10_000, 3e-4)])
+def test_few_records_of_a_table_are_fitted_with_more_decay(records, decay):
+    config = compose("retrain=recommended", "clients=3")
+    assert planned(config, records, (7,), 0.0).weights.weight_decay == pytest.approx(decay)
+    more = compose("retrain=recommended", "clients=3", "retrain.weights.weight_decay=.06")
+    assert planned(more, records, (7,), 0.0).weights.weight_decay == 0.06
+    for kept in (planned(config, records, IMAGE, 0.0), planned(compose(), records, (7,), 0.0)):
+        assert kept.weights == config.retrain.weights

@@ -34,6 +34,7 @@ SPLITS = ("train", "validation")  # the splits that are trained on if nothing is
 LOCAL_STEPS = 300  # of retraining if the number of rounds is not set
 STEPS_OF_A_ROUND = 5  # the fewest, as momentum begins anew in each round
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
+DECAYED, MOST_DECAY = 5, 0.05  # weight decay times records of a table; largest weight decay
 LONGER, PIXELS = 3, 256  # 3 times as long for images of 256 pixels or more
 UNLIKE = 0.1  # from this association of clients and classes on, models of images drift apart
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second moments
@@ -69,6 +70,10 @@ def planned(config: Config, records: float, input_shape: Sequence[int], unlike: 
     of two steps, each of which begins without momentum, leave a linear model half trained. In an
     exchange of gradients momentum is kept, and one pass is enough.
 
+    The weight decay for a table is at least 5 over the number of all records, as a Gaussian prior's
+    is, but at most .05. On held-out records of six tables of 130 to 490 records log loss fell by
+    that by a tenth to a third, and accuracy and R2 were as good or better (``tune_decay.py``).
+
     Args:
         config: Settings of the run.
         records: Number of records that the median client trains on.
@@ -93,6 +98,10 @@ def planned(config: Config, records: float, input_shape: Sequence[int], unlike: 
     if longer > 1 and unlike >= UNLIKE and averages_plainly(config) and not (kept or unsuited):
         norm = GROUP if retrain.norm == BATCH else retrain.norm
         retrain = replace(retrain, exchange=GRADIENTS, norm=norm)
+    if not image:
+        decay = min(DECAYED / (records * config.clients), MOST_DECAY)
+        decay = max(decay, retrain.weights.weight_decay)
+        retrain = replace(retrain, weights=replace(retrain.weights, weight_decay=decay))
     passes = 1 if image or retrains_by_gradients(config) else math.ceil(STEPS_OF_A_ROUND / steps)
     rounds = max(FEWEST_ROUNDS, round(longer * LOCAL_STEPS / (passes * steps)))
     epochs = passes * retrain.local_epochs
