@@ -13,7 +13,6 @@ from fednas_flwr.data.loaders import Split, augment, epoch_batches, largest_feat
 from fednas_flwr.data.records import Column, record_ids
 
 from ..data_sets import records_of
-from ..refusals import refuses
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
