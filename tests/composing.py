@@ -35,14 +35,15 @@ def remembering(compose):
     def merged(conf, name, choices):
         return compose(name, list(choices))
 
+    parsed = cache(OverridesParser.create().parse_override)  # takes milliseconds
+
     def composed(name, overrides, **options):
         choices = [text for text in overrides if not text.startswith("++")]
         conf, files = conf_folder(), [text.replace("=", "/", 1) + ".yaml" for text in choices]
         paths = any(text.startswith("hydra.") for text in choices)
         if not options and not paths and all((conf / file).is_file() for file in files):
             try:
-                texts = [text for text in overrides if text.startswith("++")]
-                values = OverridesParser.create().parse_overrides(texts)
+                values = [parsed(text) for text in overrides if text.startswith("++")]
                 if not any(
                     v.is_sweep_override() or (conf / v.key_or_group).is_dir() for v in values
                 ):

@@ -25,6 +25,7 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network
+from fednas_flwr.pipeline import baselines
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
@@ -292,6 +293,21 @@ def lies(answers):
         answers(action, made)
 
     return by
+
+
+@pytest.fixture
+def few_draws(monkeypatch):
+    """Take fewer networks for the data-free choice, for time alone."""
+    shipped = baselines.read_yaml
+
+    def fewer(path, file):
+        settings = shipped(path, file)
+        if file == baselines.DATA_FREE_FILE:
+            settings["algorithm"]["draws"] = 4
+            settings["algorithm"]["shortlist"]["keep"] = 2
+        return settings
+
+    monkeypatch.setattr(baselines, "read_yaml", fewer)
 
 
 @pytest.fixture

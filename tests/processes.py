@@ -25,11 +25,14 @@ def told(*arguments, env=None, **options):
     return done.stdout
 
 
-def started(*arguments, largest_file=-1):
-    """Start ``fednas <arguments>``; no file that it writes may be larger than given, in bytes."""
+def started(*arguments, largest_file=-1, env=None):
+    """Start ``fednas <arguments>``; no file that it writes may be larger than given, in bytes.
+
+    ``env`` is added to our own.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "fednas_flwr", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -21,6 +21,8 @@ from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 from fednas_flwr.api import register_algorithm, register_data_set, register_search_space
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.processes import ALONE
+from fednas_flwr.cli import main
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
@@ -129,7 +131,7 @@ def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path):
     (code,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class " in b)
     assert len(code.splitlines()) <= 15
     (tmp_path / "own.py").write_text(code)
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", ALONE: "1"}
     printed = processes.told("own.py", cwd=tmp_path, env=own)
     (folder,) = (tmp_path / "runs").iterdir()
     check_whole(Result(folder))
@@ -153,9 +155,8 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys):
     assert result.scores == {key: evaluated[key] for key in result.scores}
     assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
-    with processes.started("run", *tiny[:-1], f"run_dir={tmp_path / 'command'}") as done:
-        _, errors = done.communicate()
-    assert done.returncode == 0, errors
+    assert main(["run", *tiny[:-1], f"run_dir={tmp_path / 'command'}"]) == 0
+    assert f"run folder: {tmp_path / 'command'}" in capsys.readouterr().out
     assert equal_networks(result.model, load(tmp_path / "command"))
     refuses("already holds a run", run, compose(*tiny))
     again = run(result.folder, quiet=False)  # nothing is left to do

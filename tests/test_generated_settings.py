@@ -15,7 +15,8 @@ NORMS = ["search_space.norm=group", "retrain.norm=group"]
 
 
 @pytest.mark.run
-def test_generated_runs_are_refused_in_a_sentence_or_complete(tmp_path, capsys):
+def test_generated_runs_are_refused_in_a_sentence_or_complete(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fuzz_settings, "LARGEST", 2)
     data = fuzz_settings.make_data(tmp_path)
     outcomes = []
     for drawn in fuzz_settings.draws(RUNS, 1, data):

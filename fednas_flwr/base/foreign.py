@@ -10,6 +10,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from copy import deepcopy
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -128,11 +130,17 @@ def load_yaml(text: str, what: str) -> Any:
     try:
         if len(text) > LARGEST_BYTES:
             raise yaml.YAMLError(f"it has more than {LARGEST_BYTES:,} characters")
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-        _check_size(value, MOST_NODES)
+        value = deepcopy(_value_of(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = _too_deep() if isinstance(error, RecursionError) else error
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(reason).split())}.") from error
+    return value
+
+
+@lru_cache(maxsize=8)  # a run's configuration is read for each of its reports
+def _value_of(text: str) -> Any:
+    value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    _check_size(value, MOST_NODES)
     return value
 
 

@@ -4,7 +4,6 @@ A real site with a policy refuses what the policy does not allow before it opens
 the check that noise suits the size of a network follows once the network is built.
 """
 
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -197,7 +196,6 @@ def forget() -> None:
     """Let go of the clients that this process keeps, of their records and of their books."""
     for kept in (_client, _guard, _data):
         kept.cache_clear()
-    gc.collect()  # the books close now
 
 
 app = make_client_app()

@@ -10,6 +10,7 @@ Tensor suffixes: N records, F features, C classes.
 import io
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,10 @@ def importance(
     columns: list[dict[str, Any]] = []
 
     logits_NC = network(x_NF)
+    scored = partial(weighted_scores, objective=objective, needed=metric)
 
     def measure(logits_NC: Tensor, weights_1N: Tensor) -> Tensor:
-        return weighted_scores(logits_NC, labels_N, weights_1N, objective=objective)[metric]
+        return scored(logits_NC, labels_N, weights_1N)[metric]
 
     permutations = max(FEWEST, min(PERMUTATIONS, MOST_PASSES // len(places)))
     resamples = torch.split(resampled(permutations, number, generator), 1)

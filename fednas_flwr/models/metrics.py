@@ -477,13 +477,23 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
 
 
 def weighted_scores(
-    logits_NC: Tensor, labels_N: Tensor, weights_RN: Tensor, *, objective: Objective
+    logits_NC: Tensor,
+    labels_N: Tensor,
+    weights_RN: Tensor,
+    *,
+    objective: Objective,
+    needed: str | None = None,
 ) -> dict[str, Tensor]:
-    """Return each of ``names.METRICS`` under each weighting of the records, float64 [R]."""
-    scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
+    """Return each of ``names.METRICS`` under each weighting of the records, float64 [R].
+
+    If a single one is ``needed``, those that take longer are left out where it is none of them.
+    """
     if objective.predicts_numbers:
-        return scores
-    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.tested_losses)):
+        return objective.weighted_scores(logits_NC, labels_N, weights_RN)
+    means = {ACCURACY: objective.hits, LOG_LOSS: objective.tested_losses}
+    alone = needed in means
+    scores = {} if alone else objective.weighted_scores(logits_NC, labels_N, weights_RN)
+    for name, of_record in means.items():
         scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
     return scores
 

@@ -82,7 +82,9 @@ def measure(
                 small = (channels, *(min(side, LARGEST_SIDE) for side in sides))
                 of = replace(space, input_shape=small)
             with seeded(seed, "scored network"):
-                network = deepcopy(of.network(genotype))  # with shared parts, as it is changed
+                network = of.network(genotype)
+            if names not in COUNTS:
+                network = deepcopy(network)  # with shared parts, as it is changed
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
             each = numbers if isinstance(numbers, tuple) else (numbers,)
             values |= zip(names, each, strict=True)
@@ -246,6 +248,7 @@ MEASURES: dict[tuple[str, ...], Measure] = {
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
     ("learning",): learning,
 }
+COUNTS = (("parameters",), ("multiply_adds",))  # which leave the network as it is
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
 SYNFLOW = ("synflow",)

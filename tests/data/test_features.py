@@ -347,6 +347,7 @@ def test_a_dry_run_tells_the_time_of_features(compose_config, tmp_path, weights)
 
 
 @pytest.mark.run
+@pytest.mark.usefixtures("few_draws")
 def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(compose_config, tmp_path, weights):
     given = [f"algorithm.network={TINY}", f"algorithm.weights={weights}", "algorithm.image_size=32"]
     config = compose_config("algorithm=fedavg", *given, f"run_dir={tmp_path / 'run'}")

@@ -38,21 +38,6 @@ GROUP = "search_space.norm=group retrain.norm=group"
 PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 rounds=1 {GROUP}"
 
 
-@pytest.fixture
-def few_draws(monkeypatch):
-    """Take fewer networks for the data-free choice, for time alone."""
-    shipped = baselines.read_yaml
-
-    def fewer(path, file):
-        settings = shipped(path, file)
-        if file == baselines.DATA_FREE_FILE:
-            settings["algorithm"]["draws"] = 4
-            settings["algorithm"]["shortlist"]["keep"] = 2
-        return settings
-
-    monkeypatch.setattr(baselines, "read_yaml", fewer)
-
-
 def told(folder):
     return {own.folder.name: own.config for own in read_run(folder).baselines()}
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.cli import RUN_FAILED, STOPPED
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
@@ -20,9 +21,9 @@ TIMEOUT_S = 900
 
 
 def complete(*arguments):
-    """Return how long a run takes, in seconds, that must complete."""
+    """Return how long a run takes in one process, in seconds, that must complete."""
     begun = time.monotonic()
-    with started("run", *arguments) as process:
+    with started("run", *arguments, env={ALONE: "1"}) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
     return time.monotonic() - begun
