@@ -33,7 +33,7 @@ from fednas_flwr.base.memory import OWN, described
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[..., int | None]  # returns the exit code, None for 0
 
-DAILY = ("run", "data", "report", "watch", "compare", "predict", "export")
+DAILY = ("run", "data", "report", "compare", "predict", "export")
 RUN_FAILED = 1
 USER_ERROR = 2
 INCONCLUSIVE = 3  # of `fednas audit`

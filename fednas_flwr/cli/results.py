@@ -1,4 +1,4 @@
-"""Commands on the files of runs: predict, export, report, watch, compare, lookup."""
+"""Commands on the files of runs: predict, export, report, compare, lookup."""
 
 import sys
 import warnings
@@ -111,7 +111,7 @@ def export(run_folder: Path, *, to: Path) -> None:
 
 
 def report(run_folder: Path) -> None:
-    """Write report.html of a run again.
+    """Write report.html of a run, also of one that is in progress.
 
     Args:
         run_folder: folder of a run
@@ -119,25 +119,6 @@ def report(run_folder: Path) -> None:
     from fednas_flwr.report.html_report import write_report
 
     print(write_report(run_folder))
-
-
-def watch(run_folder: Path) -> None:
-    """Rewrite report.html of a run in progress, as a page that reloads itself, until Ctrl-C.
-
-    Args:
-        run_folder: folder of a run
-    """
-    import time
-
-    from fednas_flwr.report.html_report import RENEW_S, write_report
-
-    print(f"{write_report(run_folder, renews=True)} renews itself; Ctrl-C ends it", flush=True)
-    try:
-        while read_run(run_folder).status == "unfinished":
-            time.sleep(RENEW_S)
-            write_report(run_folder, renews=True)
-    finally:
-        write_report(run_folder)
 
 
 def compare(
@@ -197,5 +178,5 @@ def lookup(run_folders: tuple[Path, ...], *, table: Path, column: tuple[str, ...
     print_lookup(accuracies, [read_run(folder) for folder in folders])
 
 
-_HANDLERS: tuple[Handler, ...] = (predict, export, report, watch, compare, lookup)
+_HANDLERS: tuple[Handler, ...] = (predict, export, report, compare, lookup)
 COMMANDS = {handler.__name__: handler for handler in _HANDLERS}

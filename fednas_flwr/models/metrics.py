@@ -477,23 +477,13 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
 
 
 def weighted_scores(
-    logits_NC: Tensor,
-    labels_N: Tensor,
-    weights_RN: Tensor,
-    *,
-    objective: Objective,
-    needed: str | None = None,
+    logits_NC: Tensor, labels_N: Tensor, weights_RN: Tensor, *, objective: Objective
 ) -> dict[str, Tensor]:
-    """Return each of ``names.METRICS`` under each weighting of the records, float64 [R].
-
-    If a single one is ``needed``, those that take longer are left out where it is none of them.
-    """
+    """Return each of ``names.METRICS`` under each weighting of the records, float64 [R]."""
+    scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
     if objective.predicts_numbers:
-        return objective.weighted_scores(logits_NC, labels_N, weights_RN)
-    means = {ACCURACY: objective.hits, LOG_LOSS: objective.tested_losses}
-    alone = needed in means
-    scores = {} if alone else objective.weighted_scores(logits_NC, labels_N, weights_RN)
-    for name, of_record in means.items():
+        return scores
+    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.tested_losses)):
         scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
     return scores
 

@@ -19,23 +19,15 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, read_run
 from fednas_flwr.settings.names import SPLITS
 
 WIDEST_IN_PAIRS = 640
-RENEW_S = 5
 
 
-def write_report(run_folder: Path, *, renews: bool = False) -> Path:
+def write_report(run_folder: Path) -> Path:
     """Write the run's report.html and return its path.
-
-    Args:
-        run_folder: Folder of the run.
-        renews: True if an open page reloads itself every ``RENEW_S``, and keeps its position.
 
     Raises:
         ConfigError: The folder holds no events.jsonl.
     """
-    page = render_report(run_folder)
-    if renews:
-        page = page.replace("</body>", templates.read_part("watch.html") % (RENEW_S * 1000))
-    return write_atomically(run_folder / "report.html", page)
+    return write_atomically(run_folder / "report.html", render_report(run_folder))
 
 
 def render_report(run_folder: Path) -> str:

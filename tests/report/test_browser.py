@@ -104,7 +104,7 @@ CUT = """() => [...document.querySelectorAll(".plot svg text")].filter(t => {
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_run_that_goes_on_shows_first_where_it_is(browser, make_run, width, scheme):
-    """The page that ``fednas watch`` writes of a run that is in its second round."""
+    """The report of a run that is in its second round."""
     folder = make_run("live")
     events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     rounds = [place for place, line in enumerate(events) if '"event": "round"' in line]
@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_shows_first_where_it_is(browser, make_run, width, sc
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(write_report(folder, renews=True).as_uri())
+    page.goto(write_report(folder).as_uri())
     page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
     for words in ("Search, round 2 of 3, about 1.5 s left in this stage", "train loss 1.000"):
         assert page.evaluate(WITHIN, words) > 0

@@ -38,7 +38,6 @@ Guarantee:
 import json
 import math
 import os
-import sqlite3
 import threading
 import time
 import weakref
@@ -159,7 +158,8 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self._mark.connection.close()
                 raise
         # A connection refers to itself: unless it is closed, its file stays open for a while.
-        weakref.finalize(self, _close, self._rows, self._mark.connection).atexit = False
+        for connection in (self._rows, self._mark.connection):
+            weakref.finalize(self, connection.close).atexit = False
 
     def __exit__(self, *_: object) -> None:
         """Close the files."""
@@ -167,7 +167,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def close(self) -> None:
         """Close the files; reservations are already on disk."""
-        _close(self._rows, self._mark.connection)
+        self._rows.close()
+        self._mark.connection.close()
 
     def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
         """Book ``entry``, or raise; what is booked may then be released once.
@@ -579,11 +580,6 @@ def by_kind(rows: Iterable[Row]) -> list[list[Row]]:
         kind = (entry.account, entry.run, entry.stage, entry.action, entry.splits)
         kinds.setdefault(kind, []).append(row)
     return list(kinds.values())
-
-
-def _close(*connections: sqlite3.Connection) -> None:
-    for connection in connections:
-        connection.close()
 
 
 def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], dict[str, float]]:
