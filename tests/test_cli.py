@@ -274,7 +274,10 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, p
         return search(client, request, asked)
 
     monkeypatch.setitem(handlers.ANSWERS, "train.search", broken_for_seed_2)
-    sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
+    Path("own/experiment").mkdir(parents=True)
+    Path("own/experiment/mine.yaml").write_text("# @package _global_\nclients: 2\nrounds: 1\n")
+    sweep = ["-m", f"hydra.searchpath=[file://{Path('own').resolve()}]", "experiment=mine"]
+    sweep += ["seed=1,2,3", "stages=[search]", "run_dir=sweep"]
     assert cli.main(["run", *without(tiny_overrides, "retrain.rounds"), *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()
     jobs = folders_in("sweep")

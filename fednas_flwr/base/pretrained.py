@@ -106,8 +106,8 @@ class Pretrained(nn.Module):
         if wrong:
             raise ConfigError(
                 f"{path or 'the Hub'} does not hold the weights of {show(self.name)}: "
-                f"{len(wrong)} tensors are missing, unknown, not finite or of "
-                f"another shape ({listed(wrong, 3)}); give the file of that network."
+                f"{len(wrong)} tensors are missing, unknown, not finite or of another shape "
+                f"({listed(wrong, 3)}); give the state dict of that network, by its own names."
             )
         new = {key: torch.zeros_like(expected[key]) for key in expected.keys() - fits}
         self.network.load_state_dict({**fits, **new})

@@ -108,8 +108,9 @@ def go_on(name: str) -> int:
     if not record.is_file():
         api.run(name, quiet=False)
         return 0
-    asked = read_yaml(record, str(record))["hydra"]["overrides"]["task"]
-    jobs = hydra.expand_sweep(hydra.for_hydra(asked))
+    typed = read_yaml(record, str(record))["hydra"]["overrides"]
+    paths = [text for text in typed["hydra"] if text.startswith(hydra.SEARCH_PATH)]
+    jobs = hydra.expand_sweep(hydra.for_hydra([*typed["task"], *paths]))
     for number, overrides in enumerate(jobs):
         differing = "_".join(text for text in overrides if any(text not in job for job in jobs))
         new = f"{number}_{re.sub('[=/]', '-', differing).replace('+', '')}"

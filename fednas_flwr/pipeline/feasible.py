@@ -208,7 +208,7 @@ def check_buildable(config: Config) -> Made:
     if config.dp:
         making.check_public(config, prepared)
         units = [making.num_units(prepared.train, part) for part in parts]
-        _check_delta(config.dp, number=config.clients if config.dp.unit == CLIENT else max(units))
+        check_delta(config.dp, number=config.clients if config.dp.unit == CLIENT else max(units))
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}
     if genotype is None and config.searches:
@@ -296,7 +296,7 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
             )
 
 
-def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
+def check_delta(privacy: DifferentialPrivacy | DataSetPolicy, *, number: int) -> None:
     """Refuse a delta so large that publishing one of ``number`` units would count as private."""
     units = "clients" if privacy.unit == CLIENT else "records of a client"
     if privacy.delta * number >= 1:

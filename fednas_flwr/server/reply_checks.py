@@ -256,7 +256,8 @@ def outliers(
             if not fewest * usual <= number <= most * max(1.0, usual):
                 unfit[client] = (
                     f"it declares {number:g} {name}records, where the median client has {usual:g}: "
-                    f"{fewest:g} to {most:g} times that are taken"
+                    f"{fewest:g} to {most:g} times that are taken (privacy.fewest_records, "
+                    "runtime.most_records)"
                 )
     return unfit
 

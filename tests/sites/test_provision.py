@@ -281,6 +281,9 @@ def test_doctor_checks_a_sites_own_records(folder):
     assert "label ill: no 33, yes 66" in found
     in_months = site_with_table(folder, TABLE, statistics={"age": [600, 240]})
     assert "numbers far from the usual ones, as in another unit" in records_of(in_months)
+    policy = folder / "north" / "policy.yaml"
+    policy.write_text(re.sub("delta: .*", "delta: 0.02", policy.read_text()))
+    assert records_of(folder / "north").startswith("BROKEN privacy.delta=0.02 with 99 records of")
 
 
 def test_doctor_tells_the_share_of_records_that_are_left_out(folder):

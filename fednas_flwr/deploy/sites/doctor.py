@@ -241,7 +241,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.oddities import off_scale
     from fednas_flwr.data.prepared import make_site_data
     from fednas_flwr.data.summary import reading_notes
-    from fednas_flwr.pipeline.feasible import check_features
+    from fednas_flwr.pipeline.feasible import check_delta, check_features
     from fednas_flwr.server.reply_checks import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
     from fednas_flwr.settings.hydra_config import compose_tree
@@ -277,6 +277,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
         return "; ".join(["the site is protected as a whole", *notes])
     numbers = {split: getattr(parts, split).num_units for split in SPLITS}
     number, declared = sum(numbers.values()), sum(allowed.by_split.values())
+    check_delta(allowed, number=number)
     words = f"{number:,} {allowed.unit}s, {numbers['train']:,} of them to train on"
     if number > MORE_RECORDS * declared:
         raise Trouble(
