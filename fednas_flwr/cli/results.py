@@ -36,22 +36,14 @@ def predict(
             (default: that of the model; the most probable class if it has none)
         device: cpu, cuda or auto
     """
-    from rich.progress import Progress
-
     from fednas_flwr.models.networks import load, make_device
 
     if output.suffix != ".csv":
         raise ConfigError(f"--output={output} must be a .csv file.")
     model = load(run_folder).to(make_device(device))
-    with Progress(disable=not sys.stdout.isatty()) as bars:
-        task = bars.add_task("records", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # notes, which are printed below
-            predictions = model.predict(data, progress=progress, threshold=threshold)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # notes, which are printed below
+        predictions = model.predict(data, threshold=threshold, quiet=not sys.stdout.isatty())
     for note in predictions.notes:
         print(f"note: {note}")
     try:

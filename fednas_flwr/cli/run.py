@@ -109,8 +109,7 @@ def go_on(name: str) -> int:
         api.run(name, quiet=False)
         return 0
     typed = read_yaml(record, str(record))["hydra"]["overrides"]
-    paths = [text for text in typed["hydra"] if text.startswith(hydra.SEARCH_PATH)]
-    jobs = hydra.expand_sweep(hydra.for_hydra([*typed["task"], *paths]))
+    jobs = hydra.expand_sweep(hydra.for_hydra([*typed["task"], *typed["hydra"]]))
     for number, overrides in enumerate(jobs):
         differing = "_".join(text for text in overrides if any(text not in job for job in jobs))
         new = f"{number}_{re.sub('[=/]', '-', differing).replace('+', '')}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import track
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -32,8 +33,6 @@ MODEL_FILE = "model.safetensors"
 TRANSFORM = "transform."  # prefix of the names of a backbone's tensors in that file
 METADATA_KEY = "fednas_model"  # key in that file of the descriptions of network and inputs
 BATCH_SIZE = 256
-
-Progress = Callable[[int, int], None]  # called with the records done, and their total
 
 
 @dataclass(frozen=True)
@@ -188,16 +187,16 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def predict(
-        self, data: Any, *, progress: Progress | None = None, threshold: float | None = None
+        self, data: Any, *, threshold: float | None = None, quiet: bool = True
     ) -> Predictions:
         """Return the labels and probabilities of raw data.
 
         Args:
             data: Images or a table, in memory or as a path: see
                 :func:`~fednas_flwr.data.raw.read_raw`.
-            progress: Function called after each batch with the records done, and their total.
             threshold: Probability from which on a record is of the positive class, or has a label;
                 None is the model's own threshold, or the most probable class if it has none.
+            quiet: False shows a bar of what is done.
 
         Raises:
             ConfigError: The model does not take such data, or there is no class for a threshold.
@@ -218,13 +217,9 @@ class Model(nn.Module):
         self.eval()
         outputs = [torch.zeros(0, classes)]
         shades: list[Tensor] = []  # black images only, as one shade is common in prediction
-        done = 0
-        for x in raw.batches(BATCH_SIZE):
+        for x in track(raw.batches(BATCH_SIZE), "records", len(raw) / BATCH_SIZE, disable=quiet):
             shades += [torch.stack([x.max(), x.new_tensor(0)])] if x.dtype == torch.uint8 else []
             outputs.append(self.logits(x.to(device)).float().cpu())
-            done += len(x)
-            if progress is not None:
-                progress(done, len(raw))
         logits = torch.cat(outputs)
         notes = (*raw.notes, *of_brightness(shades))
         for note in notes:
