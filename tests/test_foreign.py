@@ -182,7 +182,9 @@ def test_no_dialect_makes_a_link_of_a_bare_address(text):
         assert not re.search(r"www\.|://|mailto:|xmpp:|@", foreign.markdown(before + text).lower())
 
 
-@pytest.mark.parametrize("name", ["fed_darts", "a-b", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
+@pytest.mark.parametrize(
+    "name", ["fed_darts", "a-b", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"]
+)
 def test_ordinary_words_stay_as_they_are(name):
     assert foreign.markdown(name) == foreign.terminal(name) == foreign.csv_cell(name) == name
 

@@ -83,8 +83,8 @@ def measure(
                 of = replace(space, input_shape=small)
             with seeded(seed, "scored network"):
                 network = of.network(genotype)
-            if names not in COUNTS:
-                network = deepcopy(network)  # with shared parts, as it is changed
+            if space.own_ops or space.name not in BUILT_ANEW:
+                network = deepcopy(network)  # as it is changed
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
             each = numbers if isinstance(numbers, tuple) else (numbers,)
             values |= zip(names, each, strict=True)
@@ -248,7 +248,8 @@ MEASURES: dict[tuple[str, ...], Measure] = {
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
     ("learning",): learning,
 }
-COUNTS = (("parameters",), ("multiply_adds",))  # which leave the network as it is
+# Spaces whose networks share no part with each other.
+BUILT_ANEW = ("nasbench201", "darts", "mlp", "mbconv", "dp_cells")
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
 SYNFLOW = ("synflow",)

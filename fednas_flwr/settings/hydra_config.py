@@ -47,15 +47,16 @@ def quoted(value: str | float) -> str:
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
 
-    An override replaces single values; ``key={}`` empties a mapping. Unknown settings are left to
-    the parser of settings. ``config=<file>`` takes the settings of a finished run in place of
-    ``conf/``. If a backbone is named, the search space is that of its pooled features, unless
-    another is chosen.
+    An override replaces single values; ``key={}`` empties a mapping. ``hydra.run.dir`` is another
+    name of ``run_dir``. Unknown settings are left to the parser of settings. ``config=<file>``
+    takes the settings of a finished run in place of ``conf/``. If a backbone is named, the search
+    space is that of its pooled features, unless another is chosen.
 
     Raises:
         ConfigError: An override is malformed, or names a file that does not exist.
     """
     _check_overrides(overrides)
+    overrides = [re.sub(r"^hydra\.run\.dir=", "run_dir=", text) for text in overrides]
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
@@ -70,12 +71,6 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         *parents, last = key.split(".")
         if value == {}:
             reduce(operator.getitem, parents, tree)[last] = {}
-        if key == "hydra.run.dir":
-            if tree["run_dir"] not in (None, str(value)):
-                raise ConfigError(
-                    f"run_dir={show(tree['run_dir'])} and {text} name two folders: leave one out."
-                )
-            tree["run_dir"] = str(value)
         _check_holds(key, text, tree)
     return tree
 

@@ -67,8 +67,9 @@ class Between:
 
     def check(self, key: str, value: Any, alternative: str = "") -> None:
         """Raise ConfigError for a number outside; ``alternative`` names what else is allowed."""
-        because = f" ({self.reason})" if self.reason else ""
-        check_range(value in self, key, value, f"{self}{alternative}{because}")
+        if value not in self:
+            because = f" ({self.reason})" if self.reason else ""
+            check_range(False, key, value, f"{self}{alternative}{because}")
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ def one_of(**values: object) -> tuple[bool, str]:
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError with the sentence of :func:`within` unless ``condition`` holds."""
-    excluded, sentence = within(condition, key, value, expected)
-    if excluded:
+    if not condition:
+        _, sentence = within(condition, key, value, expected)
         raise ConfigError(f"{sentence}.")
 
 
@@ -248,7 +249,9 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
         for kind in arguments:
             _check(key, kind, value, ", or null")
     elif origin in (list, tuple):
-        for item in value:
+        of = get_args(arguments[0])[1:]
+        is_range = bool(of and value) and all(isinstance(one, Between) for one in of)
+        for item in {min(value), max(value)} if is_range else value:
             _check(key, arguments[0], item)
     elif origin is dict and isinstance(value, Mapping):
         for name, item in value.items():
@@ -377,6 +380,8 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         return _convert(key, hint, value, defaults)
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         of = arguments[0]
+        if of is float and all(type(v) is of and abs(v) <= LARGEST[of] for v in value):
+            return origin(value)  # soon, as a reply may have thousands of them
         return origin(_convert(f"{key}[{i}]", of, v, defaults) for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         of = arguments[1]
