@@ -146,7 +146,8 @@ class Retrain(ps.Checked):
             like the images in later use (He et al. 2019, arXiv 1909.09148).
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 leaves the head out.
         drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
-        weights: The optimiser's constants.
+        weights: The optimiser's constants. With null ``rounds``, the weight decay for a table is 5
+            over the number of all records, but at least as set and at most .05.
     """
 
     exchange: Annotated[str, ps.OneOf(EXCHANGES)] | None
