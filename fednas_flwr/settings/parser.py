@@ -219,8 +219,7 @@ def one_of(**values: object) -> tuple[bool, str]:
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:
     """Raise ConfigError with the sentence of :func:`within` unless ``condition`` holds."""
     if not condition:
-        _, sentence = within(condition, key, value, expected)
-        raise ConfigError(f"{sentence}.")
+        raise ConfigError(f"{within(condition, key, value, expected)[1]}.")
 
 
 def seconds(text: str) -> float:
@@ -250,8 +249,9 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
             _check(key, kind, value, ", or null")
     elif origin in (list, tuple):
         of = get_args(arguments[0])[1:]
-        is_range = bool(of and value) and all(isinstance(one, Between) for one in of)
-        for item in {min(value), max(value)} if is_range else value:
+        if of and all(isinstance(one, Between) for one in of):  # soon, as there may be thousands
+            value = [item for item in value if any(item not in one for one in of)]
+        for item in value:
             _check(key, arguments[0], item)
     elif origin is dict and isinstance(value, Mapping):
         for name, item in value.items():
@@ -381,7 +381,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
     if origin in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         of = arguments[0]
         if of is float and all(type(v) is of and abs(v) <= LARGEST[of] for v in value):
-            return origin(value)  # soon, as a reply may have thousands of them
+            return origin(value)
         return origin(_convert(f"{key}[{i}]", of, v, defaults) for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         of = arguments[1]

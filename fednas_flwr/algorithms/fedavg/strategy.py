@@ -99,7 +99,7 @@ def planned(config: Config, records: float, input_shape: Sequence[int], unlike: 
         norm = GROUP if retrain.norm == BATCH else retrain.norm
         retrain = replace(retrain, exchange=GRADIENTS, norm=norm)
     if not image:
-        decay = min(DECAYED / (records * config.clients), MOST_DECAY)
+        decay = min(DECAYED / max(1, records * config.clients), MOST_DECAY)
         decay = max(decay, retrain.weights.weight_decay)
         retrain = replace(retrain, weights=replace(retrain.weights, weight_decay=decay))
     passes = 1 if image or retrains_by_gradients(config) else math.ceil(STEPS_OF_A_ROUND / steps)
