@@ -23,7 +23,6 @@ from fednas_flwr.data.records import LIMIT, Records, assign_splits, count_labels
 from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
-FEWEST_TRAINED = 2  # records in a client's train part, as batch norm has no variance of one
 _SCANNED = 65536  # records that are scanned together
 
 
@@ -147,11 +146,11 @@ def make_client_data(
         fractions: Shares of train, validation and test.
         may_be_empty: True if there may be no train record, as at a private site, where a record's
             part must not depend on others. Elsewhere a client with so few records that fewer than
-            ``FEWEST_TRAINED`` would be in the train part has all of them there.
+            two would be in the train part, which batch norm needs, has all of them there.
     """
     records = prepared.train
     parts = assign_splits(records.ids[indices], key=key, fractions=fractions)
-    if fractions["train"] > 0 and not may_be_empty and (parts == 0).sum() < FEWEST_TRAINED:
+    if fractions["train"] > 0 and not may_be_empty and (parts == 0).sum() < 2:
         parts = np.zeros_like(parts)
     rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
     mean, std = _statistics(records, rows[0], prepared.mean, prepared.std)

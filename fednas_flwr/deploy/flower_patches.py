@@ -12,6 +12,9 @@ guard_superlink            ``uvicorn.run``, as ``flower-superlink``       whoeve
 let_be_missed              ``LinkState.activate_node``                    what a restarted node lost
                                                                           is waited for till the
                                                                           deadline
+let_begin_slowly           ``HEARTBEAT_DEFAULT_INTERVAL`` of core states  a machine that takes over
+                                                                          30 s to start a process
+                                                                          starts it for ever
 give_up_replies            ``start_client_internal._push_messages``       a client process that ends
                                                                           in mid-reply blocks its
                                                                           SuperNode for ever
@@ -87,6 +90,18 @@ def let_be_missed(state: type[LinkState], away_s: float) -> None:
         return activate_node
 
     _wrap(state, "activate_node", waiting)
+
+
+def let_begin_slowly(within_s: float) -> None:
+    """Have a SuperLink wait for ``within_s`` for a process that it has had started.
+
+    After that time Flower takes the process' token away and has another one started, which is no
+    faster. A process that has begun and gives no sign of life is missed after twice that time.
+    """
+    from flwr.supercore.corestate import in_memory_corestate, sql_corestate
+
+    for states in (in_memory_corestate, sql_corestate):
+        _wrap(states, "HEARTBEAT_DEFAULT_INTERVAL", lambda _: within_s)
 
 
 def give_up_replies(make_store: Callable[[Any], Any]) -> None:

@@ -22,7 +22,6 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, SCORES, flat_settings, is_nois
 
 PROJECT = "fednas_flwr"
 LONGEST_VALUE = 500  # characters of a parameter that MLflow accepts
-FLUSH_SECONDS = 10
 
 Send = Callable[[str, Mapping[str, float], int], None]  # group (a stage), numbers, step
 Backend = Callable[[Path, Mapping[str, str]], AbstractContextManager[Send]]
@@ -82,7 +81,7 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
     """Write files in ``<run folder>/tensorboard``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS) as writer:
+    with SummaryWriter(str(run_folder / "tensorboard"), flush_secs=10) as writer:
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             for name, value in values.items():

@@ -67,9 +67,8 @@ class Between:
 
     def check(self, key: str, value: Any, alternative: str = "") -> None:
         """Raise ConfigError for a number outside; ``alternative`` names what else is allowed."""
-        if value not in self:
-            because = f" ({self.reason})" if self.reason else ""
-            check_range(False, key, value, f"{self}{alternative}{because}")
+        because = f" ({self.reason})" if self.reason else ""
+        check_range(value in self, key, value, f"{self}{alternative}{because}")
 
 
 @dataclass(frozen=True)

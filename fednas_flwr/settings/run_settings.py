@@ -13,11 +13,9 @@ from fednas_flwr.settings.data_settings import Dataset, ImageSize, Partition
 
 STAGES = ("search", "retrain", "evaluate", "export")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-MOST_CLIENTS = 2**31
 DEVICES = ("auto", "cpu", "cuda")
 CUDA = "cuda, and the number of the GPU in the environment variable CUDA_VISIBLE_DEVICES"
 WIRES = ("float32", "float16", "int8")
-MOST_THREADS = 1024
 LEAST_PART = ps.Between(1e-4, reason="Ray counts no smaller part of a processor")
 PartOrZero = Annotated[float, ps.Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
 MODELS, GRADIENTS = EXCHANGES = ("models", "gradients")
@@ -526,7 +524,7 @@ class SamplingSettings(ps.Checked):
             clients that fail.
     """
 
-    per_round: Annotated[float, ps.Between(0, MOST_CLIENTS, above=True)]
+    per_round: Annotated[float, ps.Between(0, 2**31, above=True)]
     by: Annotated[str, ps.OneOf(names.SAMPLINGS)] = names.UNIFORM
     spare: Annotated[float, ps.Between(0, 1)] = 0.0
 
@@ -639,7 +637,7 @@ class Runtime(ps.Checked):
     device: Annotated[
         str, ps.Where(lambda name: not name.startswith("cuda:"), CUDA), ps.OneOf(DEVICES)
     ]
-    threads: Annotated[int, ps.Between(1, MOST_THREADS, reason="no machine has more cores")]
+    threads: Annotated[int, ps.Between(1, 1024, reason="no machine has more cores")]
     wire: Annotated[str, ps.OneOf(WIRES)]
     time_limit: ps.Time | None
     quorum: opt.ShareAbove0

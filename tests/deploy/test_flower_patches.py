@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from flwr.app import RecordDict
 from flwr.clientapp import ClientApp
+from flwr.supercore.corestate import in_memory_corestate
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal
@@ -24,6 +25,7 @@ from ..refusals import refuses
 ROOT = Path(__file__).parents[2]
 CHANGES = {  # of each function: whose attributes it replaces, which, and what it is given
     "guard_superlink": (uvicorn, ["run"], [print]),
+    "let_begin_slowly": (in_memory_corestate, ["HEARTBEAT_DEFAULT_INTERVAL"], [90.0]),
     "give_up_replies": (start_client_internal, ["_push_messages"], [list]),
     "ask_sooner": (start_client_internal, ["time"], [float]),
     "start_clients_by": (SubprocessExecutor, ["launch"], [print]),

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fednas_flwr.deploy import flower_patches
 
 FLEET, RUNTIME, HEALTH = "/v1/fleet/", "/v1/runtime/", "/health"
+BEGIN_S = 90.0  # to start a server app, which imports torch, on a busy machine
 AWAY_S = 5.0  # server apps ask for replies many times within this time
 REFUSAL = "only the server's own machine may ask this\n"
 
@@ -93,6 +94,7 @@ def main() -> None:
     flower_patches.guard_superlink(serve)
     for state in (SqlLinkState, InMemoryLinkState):
         flower_patches.let_be_missed(state, AWAY_S)
+    flower_patches.let_begin_slowly(BEGIN_S)
     flower_superlink()
 
 

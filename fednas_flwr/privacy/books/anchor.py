@@ -177,7 +177,6 @@ def read_key(path: Path) -> bytes:
 
 
 MOST_BYTES = 2**28  # per day (UTC), see policy.yaml
-_DAY_S = 86_400
 
 
 @contextmanager
@@ -210,7 +209,7 @@ def take(counter: Path, num_bytes: int, *, now: float | None = None, beyond: int
     Raises:
         DayFullError: The bytes exceed the rest of this day's allowance; the refusal is counted.
     """
-    day = int((time.time() if now is None else now) // _DAY_S)
+    day = int((time.time() if now is None else now) // 86_400)
     with locked(counter) as descriptor:
         try:
             known, used, refused = map(int, os.pread(descriptor, 99, 0).split())
