@@ -11,6 +11,6 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --target "$f
 export PYTHONPATH="$folder:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python -c "import flwr; print('flwr', flwr.__version__)"
 pytest -q -n 0 tests/deploy/test_flower_patches.py tests/deploy/test_deployment.py \
-    tests/deploy/test_flwr_run.py tests/deploy/test_mods.py tests/server/test_cohort.py \
-    tests/deploy/test_own_server_app.py \
+    tests/deploy/test_flwr_run.py tests/deploy/test_lean_start.py tests/server/test_cohort.py \
+    tests/contracts/test_strategies.py \
     tests/algorithms/test_fedavg.py "$@"

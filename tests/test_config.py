@@ -13,7 +13,13 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
-from fednas_flwr.settings import DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
+from fednas_flwr.settings import (
+    DifferentialPrivacy,
+    GivenNetwork,
+    conf_folder,
+    dump_config,
+    hydra_config,
+)
 from fednas_flwr.settings.configuration import load_config, parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.incompatible import check_combinations
@@ -24,6 +30,7 @@ from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSetting
 from fednas_flwr.settings.unused import NEEDS as NEEDS_OF_ALL
 from fednas_flwr.settings.unused import UserSettings, check_effect, without_effect
 
+from .conftest import compose_by_hydra
 from .refusals import refuses
 from .rows import firsts, rows
 
@@ -660,3 +667,72 @@ def test_ranges_of_dates_are_dates():
     assert config.dataset.ranges == {"seen": [18262, 20088], "age": [0, 100]}
     with pytest.raises(ConfigError, match="expected a number, or a date such as 2024-12-31"):
         compose(*table, "dataset.ranges={seen: [2020-13-01, 2024-12-31]}")
+
+
+# --- What an algorithm cannot do is refused, by its settings
+
+
+HALVING = "algorithm=successive_halving"
+BY_ALGORITHMS = r"""
+algorithm=fdnas search_space=nasbench201_small | paths of blocks; set search_space=mbconv
+$FDNAS algorithm.alphas.weight_decay=1e-3 | ops that are not sampled must keep
+$FDNAS privacy=dp search_space.norm=batch | set search_space.norm=group
+algorithm=feathers algorithm.ranges.momentum={low:2.0,high:1.0,log:false} | high=1.0 .* 2.0 or more
+algorithm=fedex privacy=dp | record with algorithm=fedex is not possible
+algorithm=fedex dataset.fractions={train:.8,validation:0,test:.2} | fractions.validation=0\.0
+server_optimizer=adam | server_optimizer=adam with algorithm=fed_darts: it is for the training of a
+    given network; set algorithm=fedavg or fedprox
+algorithm=fedavg server_optimizer.lr=1 | server_optimizer\.lr
+algorithm=fedavg aggregate=median clients=20 secure_sum=true | secure_sum=true with
+    aggregate=median: it compares values of single clients
+$LOCAL rounds=3 | rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2
+$LOCAL privacy=dp rounds=2 | algorithm.rewarded=local with privacy=dp: .* set
+    algorithm.rewarded=averaged
+$HALVING algorithm.pool={draws:1,keep:null} | pool.draws=1 is out of range: expected 2 or more
+$HALVING algorithm.pool={draws:9,keep:10} | pool.keep=10 is out of range.*draws=9
+$LOCAL algorithm.pool.shortlist={keep:3,scores:[synflow]} | shortlist.keep=3 .* 4 to draws=9
+$DATA_FREE algorithm.shortlist={keep:5,scores:[synflow]} | shortlist.keep=5 .* 2 to draws=4
+$DATA_FREE algorithm.limits.latency_ms=3 | a limit of latency needs a table
+"""
+SHORTER = {
+    "FDNAS": "algorithm=fdnas search_space=mbconv_small retrain=mbconv",
+    "HALVING": HALVING,
+    "LOCAL": f"{HALVING} algorithm.pool={{draws:9,keep:4}} algorithm.rewarded=local",
+    "DATA_FREE": "algorithm=zero_cost algorithm.draws=4",
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), rows(BY_ALGORITHMS, **SHORTER))
+def test_what_cannot_be_is_refused_in_a_sentence(overrides, words, compose_config):
+    refuses(words, compose_config, *overrides.split())
+
+
+# --- Compositions that are remembered are Hydra's, to the last value and the last sentence
+
+
+COMPOSED = [
+    "",
+    "algorithm=feathers seed=3 rounds=2 algorithm.ranges.lr={low:.1,high:1,log:true}",
+    "experiment=dp_fnas/fashion_mnist privacy.weights.noise_multiplier=2 trackers=[]",
+    "privacy=dp secure_sum={least_sites:3} dataset.cache=${oc.env:HOME} nothing.like=it",
+    "dataset.class_names={} hydra.run.dir=here",
+    "seed=1,2",
+    "algorithm=fedavgg",
+    "++algorithm=fedavg",
+    "~trackers",
+]
+
+
+@pytest.mark.parametrize("overrides", COMPOSED)
+def test_what_is_remembered_is_what_hydra_composes(overrides, monkeypatch):
+    def composed():
+        try:
+            return hydra_config.compose_tree(overrides.split())
+        except ConfigError as error:
+            return str(error)
+
+    found = [composed() for _ in range(2)]
+    found[0].clear() if isinstance(found[0], dict) else None
+    again = composed()  # whatever is done to what was handed out
+    monkeypatch.setattr(hydra_config, "compose", compose_by_hydra)
+    assert found[1] == again == composed()

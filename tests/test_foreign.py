@@ -182,9 +182,7 @@ def test_no_dialect_makes_a_link_of_a_bare_address(text):
         assert not re.search(r"www\.|://|mailto:|xmpp:|@", foreign.markdown(before + text).lower())
 
 
-@pytest.mark.parametrize(
-    "name", ["fed_darts", "a-b", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"]
-)
+@pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
 def test_ordinary_words_stay_as_they_are(name):
     assert foreign.markdown(name) == foreign.terminal(name) == foreign.csv_cell(name) == name
 
@@ -196,7 +194,7 @@ def test_no_cell_is_a_formula(start):
     assert foreign.csv_cell(f"a;{text}") == f"a;'{text}"
 
 
-@pytest.mark.parametrize("number", [-1, -0.5, "-1", "+1.5", "-1e-05", "-1;+2", None, "", "+"])
+@pytest.mark.parametrize("number", [-1, -0.5, "-1", "+1.5", "-1e-5", "-1;+2", None, "a-b", "", "+"])
 def test_numbers_and_other_words_are_no_formula(number):
     assert foreign.csv_cell(number) is number or foreign.csv_cell(number) == number
 

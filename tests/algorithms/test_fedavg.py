@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fednas_flwr.algorithms.fedavg.strategy import LONGER, association, planned
-from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.api import compose
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
@@ -31,10 +31,10 @@ from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import describe_network, make_network, seeded_network
 from fednas_flwr.models.prediction import read_model
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.protocol.states import TrimmedMean, network_states, pack
 from fednas_flwr.settings.names import PRECISIONS
 
-from ..asked import smallest
+from ..asked import filled, smallest
 from ..booked import booked
 from ..refusals import refuses
 from ..rows import seldom
@@ -413,3 +413,30 @@ def test_few_records_of_a_table_are_fitted_with_more_decay(records, decay):
     assert planned(more, records, (7,), 0.0).weights.weight_decay == 0.06
     for kept in (planned(config, records, IMAGE, 0.0), planned(compose(), records, (7,), 0.0)):
         assert kept.weights == config.retrain.weights
+
+
+# --- One client that poisons every round, against the three ways to average
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "median", "trimmed_mean"])
+def test_a_poisoned_round_stays_between_the_honest_models_but_by_the_mean(aggregate, search):
+    def poison(exchange, client, reply):
+        return filled(reply, 1e5, reply.states) if client == 1 else reply
+
+    federation = search(f"aggregate={aggregate}", "runtime.quorum=1", change=poison)
+    ((_, replies),) = federation.asked
+    for state in ("weights", "alphas"):
+        models = torch.stack([replies[client].states[state]["float32"] for client in (0, 2)])
+        result = federation.strategy.states[state]["float32"]
+        low, high = models.min(dim=0).values, models.max(dim=0).values
+        assert bool(((low <= result) & (result <= high)).all()) == (aggregate != "mean")
+
+
+def test_both_stages_average_as_the_configuration_says(compose_config, federate):
+    own = ("clients=5", "runtime.quorum=1", "aggregate=trimmed_mean", "aggregate.trim=2")
+    fed = federate(compose_config(*own))
+    retraining, _ = make_retraining(fed.config, PLAIN_CNN, fed.cohort)
+    for strategy in (make_search(fed.config, fed.data[0], fed.cohort), retraining):
+        average = strategy.new_average()
+        assert isinstance(average, TrimmedMean)
+        assert average.trim == 2

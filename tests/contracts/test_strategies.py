@@ -6,13 +6,16 @@ import shutil
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Strategy
 
+from fednas_flwr.protocol.states import MOMENTS
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.registry import NETWORKS, algorithms
 from fednas_flwr.spaces.genotype import to_json
 
-from ..rows import rows
+from ..rows import rows, seldom
 
 pytestmark = pytest.mark.usefixtures("one_cell")
 # cfdnas is runs of fdnas, tests/pipeline/test_groups.py; fedavg, fedprox, fedex do not search;
@@ -146,3 +149,81 @@ def test_the_seed_decides(undisturbed, compose_config, federate):
             for dtype, vector in packed.items():
                 equal = torch.equal(vector, saved.tensors[f"{state}.{dtype}"])
                 assert equal == same or dtype == "int64"  # batch norm's counters
+
+
+# --- Whatever averages what clients trained goes on bit by bit
+
+
+UNLIKE = ("clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]")
+GIVEN = ("algorithm=fedavg", "algorithm.network=plain_cnn", "retrain.batch_size=32")
+SEARCH = ("algorithm=fed_darts", "search_space.norm=group", "algorithm.batch_size=16")
+TRAININGS = {
+    "search, averaged": (*SEARCH, "training.momentum=averaged"),
+    "averaged": (*GIVEN, "training.momentum=averaged"),
+    "gradients": (*GIVEN, "retrain.exchange=gradients"),
+    "adam": (*GIVEN, "server_optimizer=adam"),
+    "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),
+}
+RESUMED_ROUNDS = 3
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_training_that_is_resumed_gives_equal_tensors(training, compose_config, federate, tmp_path):
+    config = compose_config(*TRAININGS[training], *UNLIKE)
+    stage = "search" if training.startswith("search") else "retrain"
+    whole = federate(config, checkpoints=tmp_path / "whole")
+    whole.strategy.start(whole.grid, num_rounds=RESUMED_ROUNDS)
+    later = shutil.ignore_patterns(f"{stage}-000002.*", f"{stage}-000003.*")
+    half = shutil.copytree(tmp_path / "whole", tmp_path / "half", ignore=later)
+    resumed = federate(config, checkpoints=half)
+    resumed.strategy.start(resumed.grid, num_rounds=RESUMED_ROUNDS)
+    assert [e["round"] for e in resumed.named("round")] == [2, 3]
+    assert resumed.strategy.values == whole.strategy.values
+    states = [f.strategy.states for f in (whole, resumed)]
+    assert (MOMENTS in states[0]) == training.endswith("averaged")
+    for state, packed in states[0].items():
+        assert all(torch.equal(v, states[1][state][d]) for d, v in packed.items()), state
+
+
+# --- In a ServerApp of the user's own, written as Flower's quickstart-pytorch is
+
+
+STRATEGIES = ["fed_darts", "fedavg", seldom("fnas"), seldom("random_search")]
+
+
+@pytest.mark.parametrize("algorithm", STRATEGIES)
+def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
+    given = ["algorithm.network=plain_cnn"] if algorithm == "fedavg" else []
+    federation = federate(compose_config(f"algorithm={algorithm}", *given))
+    strategy = federation.strategy
+    app, seen = ServerApp(), {}
+
+    def global_evaluate(server_round, arrays):
+        seen[server_round] = arrays.to_torch_state_dict()
+        return MetricRecord({"weights": float(len(seen[server_round]))})
+
+    @app.main()
+    def main(grid, context):
+        num_rounds = context.run_config["num-server-rounds"]
+        assert isinstance(num_rounds, int)
+        initial = strategy.named_arrays().to_torch_state_dict()
+        initial = {n: t / 2 if t.is_floating_point() else t for n, t in initial.items()}
+        own = {"train_config": ConfigRecord({"lr": 0.01}), "evaluate_fn": global_evaluate}
+        own |= {"initial_arrays": ArrayRecord(initial), "num_rounds": num_rounds}
+        result = strategy.start(grid=grid, **own)
+        seen["result"] = result.arrays.to_torch_state_dict()
+        seen["rounds"] = list(result.train_metrics_clientapp)
+        seen["told"] = result.evaluate_metrics_serverapp[0]["weights"]
+        seen["central"] = result.train_metrics_clientapp[2]["central_weights"]
+        seen["initial"] = initial
+
+    context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2})
+    app(federation.grid, context)
+    assert seen["rounds"] == [1, 2]
+    assert seen["told"] == seen["central"] == len(seen[0])
+    assert not federation.failed
+    assert all(torch.equal(seen[0][name], tensor) for name, tensor in seen["initial"].items())
+    assert seen["result"].keys() == seen[0].keys()
+    assert all(torch.equal(tensor, seen[2][name]) for name, tensor in seen["result"].items())
+    if algorithm != "random_search":  # whose networks are the clients' alone
+        assert any(not torch.equal(t, seen[0][name]) for name, t in seen["result"].items())

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from flwr.clientapp.mod import message_size_mod
 from flwr.common.serde import recorddict_to_proto
 
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
 
-from ..finished_runs import in_process
+from ..finished_runs import assert_same_files, in_process
 from ..processes import told
 
 # What takes long to import and has no part in a step on prepared data.
@@ -65,3 +66,46 @@ def test_a_process_that_only_searches_imports_little(compose_config, tmp_path, o
         serve(config, grid, listeners=[], resumed=False)  # prepares the data, as ever before
     printed = told("-c", PROCESS, dump_config(config), file, actions[0])
     assert not HEAVY & set(json.loads(printed.splitlines()[-1]))
+
+
+# --- Nothing is sent to the makers of libraries
+
+
+FLOWER = ("flwr.supercore.telemetry", "FLWR_TELEMETRY_ENABLED")
+HUB = ("huggingface_hub.constants", "HF_HUB_DISABLE_TELEMETRY")
+KNOWN = [(*FLOWER, None, "0"), (*FLOWER, "1", "1"), (*HUB, None, "True"), (*HUB, "0", "False")]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("module", "name", "given", "expected"), KNOWN)
+def test_telemetry_is_off_unless_the_user_turns_it_on(module, name, given, expected, monkeypatch):
+    """Also for those who import a strategy and never go through ``federation``."""
+    code = f"import fednas_flwr, {module} as t; print(t.{name})"
+    monkeypatch.delenv(name, raising=False)
+    own = {} if given is None else {name: given}
+    assert told("-c", code, env=own).strip() == expected
+
+
+@pytest.mark.run
+def test_onnxruntime_has_nothing_to_send(tmp_path, monkeypatch):
+    for name in ("CI", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    told("-c", "import fednas_flwr, onnxruntime", env={"HOME": str(tmp_path)})
+    assert not [*tmp_path.rglob("*.db")]
+
+
+# --- Flower's mods around the client app
+
+
+def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inline):
+    brief = ["clients=2", "rounds=1", "retrain.rounds=1"]
+    asked: list[str] = []
+
+    def noting(message, context, answer):
+        asked.append(message.metadata.message_type)
+        return answer(message, context)
+
+    grid = in_process(compose_config(*brief), mods=[message_size_mod, noting])
+    run = run_inline(*brief, grid=lambda *_: grid)
+    assert {"query.describe", "train.search", "train.weights", "evaluate.model"} <= set(asked)
+    assert_same_files(run.folder, run_inline(*brief).folder)

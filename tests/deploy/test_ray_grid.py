@@ -1,7 +1,9 @@
 """Clients in actors of Ray: how many at a time, and what those cost that die."""
 
 import json
+import os
 import pickle
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednas_flwr import api
 from fednas_flwr.deploy import flower_patches
-from fednas_flwr.deploy.grids import places, without_arrays
+from fednas_flwr.deploy.grids import check_cluster, places, without_arrays
 
 from ..processes import told
+from ..refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +180,60 @@ def test_a_machine_that_is_lost_costs_the_replies_that_it_worked_on(tmp_path):
     others = [told for told in [*meanwhile, *again] if told != error]
     assert len(others) >= 12
     assert lost not in {told["node"] for told in others}
+
+
+# --- Clusters that are silent or closed
+
+
+@pytest.mark.parametrize("kind", [pytest.param("silent", marks=pytest.mark.slow), "closed"])
+def test_a_cluster_that_does_not_answer_is_refused(compose_config, kind):
+    """A host that takes connections and says nothing, or a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if kind == "closed":
+            server.close()
+        config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
+        refuses(f"^runtime.ray_address={address}: no Ray cluster answer", api.check, config)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
+def test_what_is_no_address_is_refused(compose_config, address):
+    config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
+    refuses(f"^runtime.ray_address={address}: ", check_cluster, config)
+
+
+@pytest.mark.parametrize("kind", ["client_cpus", "client_gpus"])
+def test_clients_that_fit_on_no_machine_are_refused(compose_config, kind):
+    config = compose_config("runtime=ray", f"runtime.{kind}=5000")
+    refuses(rf"runtime.{kind}=5000.*there are {os.cpu_count()} CPUs", check_cluster, config)
+    check_cluster(compose_config("runtime=inline"))
+    check_cluster(compose_config("runtime=ray"))
+
+
+SUPERLINKS = [
+    (None, "local", "local, supergrid"),  # as Flower writes it then
+    ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
+]
+
+
+@pytest.mark.parametrize(("text", "good", "known"), SUPERLINKS)
+def test_an_unknown_superlink_is_refused(compose_config, tmp_path, monkeypatch, text, good, known):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    if text is not None:
+        (tmp_path / "config.toml").write_text(text)
+    api.check(compose_config("runtime=deployment", f"runtime.superlink={good}"))
+    for wrong in ("nothing", "default"):
+        own = (f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}")
+        assert refuses("", api.run, compose_config("runtime=deployment", *own)) == (
+            f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
+            f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["=", "superlink = 3", "", "\x00"])
+def test_a_broken_configuration_of_flower_is_named(compose_config, tmp_path, monkeypatch, text):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text(text)
+    config = compose_config("runtime=deployment", "runtime.superlink=a")
+    refuses(f"^runtime.superlink=a: {tmp_path / 'config.toml'} has", check_cluster, config)

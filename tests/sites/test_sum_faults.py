@@ -1,7 +1,7 @@
 """SIGKILL of a deployed site at every message of a secure sum: the run goes on, or is resumed.
 
 At which moments exactly, and that totals are those of who is in them, is in
-``tests/pipeline/test_killed_sites.py``; here Flower's own processes die, and are started again.
+``tests/pipeline/test_secure_sum.py``; here Flower's own processes die, and are started again.
 """
 
 import json

@@ -114,17 +114,6 @@ def test_logarithms_need_costs_above_one():
         loss(costs, target=2.0, loss="multiplicative")
 
 
-# --- Counted by hand
-
-
-def test_convolution_counted_by_hand():
-    """Every output element sums over kernel and input channels of its group."""
-    convolution = nn.Conv2d(6, 8, (3, 5), stride=2, padding=1, groups=2)
-    outputs = 8 * 6 * 4  # (11 + 2 - 3) // 2 + 1 rows, (10 + 2 - 5) // 2 + 1 columns
-    assert count_multiply_adds(convolution, (6, 11, 10)) == outputs * 3 * 5 * (6 // 2)
-    assert count_parameters(convolution) == 8 * 3 * 3 * 5 + 8
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_counting_leaves_the_network_as_it_was(training):
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train(training)
