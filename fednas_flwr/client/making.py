@@ -82,14 +82,13 @@ def make_client(
         check_unit(guard.allowed.unit, prepared.train)
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
+    division: dict[str, Any] = {"key": key, "fractions": fractions}
     tags = getattr(config.algorithm, "client_tags", [])  # CFDNAS has them
-    client_data = make_client_data(
-        prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
-    )
+    client_data = make_client_data(prepared, parts[index], **division, trains=guard is None)
     if guard is not None:
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
-        guard.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
+        guard.hold(assignment_digest(ids, **division, id_column=column), column)
     sums = _site_sums(config, index, site, guard)
     sent = "" if sums is None else settings or dump_config(config)
     return Client(
@@ -133,7 +132,7 @@ def simulated_properties(config: Config, data: Data) -> dict[int, dict[str, Any]
     names = list(prepared.train.class_names)
     properties: dict[int, dict[str, Any]] = {}
     for index, rows in enumerate(parts):
-        records = make_client_data(prepared, rows, **config.dataset.division, may_be_empty=True)
+        records = make_client_data(prepared, rows, **config.dataset.division)
         properties[index] = {"client": index, "class_names": names, **records.counts(len(names))}
         if prepared.uses_own_statistics:
             properties[index]["moments"] = column_moments(prepared.train, records.train.rows)

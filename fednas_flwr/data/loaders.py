@@ -132,7 +132,7 @@ def make_client_data(
     *,
     key: bytes,
     fractions: Mapping[str, float],
-    may_be_empty: bool = False,
+    trains: bool = True,
 ) -> ClientData:
     """Return the parts of one client's records.
 
@@ -144,14 +144,11 @@ def make_client_data(
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
         key: The site's split key, see :func:`~fednas_flwr.data.records.assign_splits`.
         fractions: Shares of train, validation and test.
-        may_be_empty: True if there may be no train record, as at a private site, where a record's
-            part must not depend on others. Elsewhere a client with so few records that fewer than
-            two would be in the train part, which batch norm needs, has all of them there.
+        trains: As in that function; false at a private site, where a record's part must not depend
+            on others.
     """
     records = prepared.train
-    parts = assign_splits(records.ids[indices], key=key, fractions=fractions)
-    if fractions["train"] > 0 and not may_be_empty and (parts == 0).sum() < 2:
-        parts = np.zeros_like(parts)
+    parts = assign_splits(records.ids[indices], key=key, fractions=fractions, trains=trains)
     rows = [torch.from_numpy(indices[parts == part]) for part in range(len(SPLITS))]
     mean, std = _statistics(records, rows[0], prepared.mean, prepared.std)
     return ClientData(

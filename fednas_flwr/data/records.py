@@ -482,7 +482,9 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
     return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 
 
-def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]) -> np.ndarray:
+def assign_splits(
+    ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float], trains: bool = False
+) -> np.ndarray:
     """Return int8 ``[N]``: 0 for train, 1 for validation, 2 for test.
 
     A record with position ``h`` (see :func:`hash_positions`) is train if ``h < train``, else
@@ -492,6 +494,8 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
         ids: ``[N]`` byte strings; equal ids get the same part.
         key: The site's key, 1 to 64 bytes.
         fractions: Share of ``train``, ``validation`` and ``test``, each in [0, 1], summing to 1.
+        trains: True if all records are train where fewer than two would be, which batch norm needs;
+            for the records of one client.
 
     Returns:
         The parts; their sizes meet the fractions in expectation, not exactly.
@@ -509,7 +513,8 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
     for position in (1, 0):
         if shares[position + 1 :].sum() == 0:
             edges[position] = 1.0
-    return np.searchsorted(edges, hash_positions(ids, key=key), side="right").astype(np.int8)
+    parts = np.searchsorted(edges, hash_positions(ids, key=key), side="right").astype(np.int8)
+    return parts * (not trains or shares[0] == 0 or (parts == 0).sum() > 1)
 
 
 def assignment_digest(

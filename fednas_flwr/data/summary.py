@@ -155,7 +155,7 @@ def _division(
     """Return the records of each client by split and class, and remarks on what is odd."""
     lines, odd, fractions = [], [], division["fractions"]
     for client, rows in zip(names, parts, strict=True):
-        split = rd.assign_splits(records.ids[rows], **division)
+        split = rd.assign_splits(records.ids[rows], **division, trains=True)
         sizes = np.bincount(split, minlength=len(SPLITS))
         counts = rd.count_labels(records.labels[rows], len(records.class_names))
         by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))

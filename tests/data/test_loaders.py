@@ -76,7 +76,7 @@ def test_a_client_with_hardly_a_training_record(images):
     data = client_data(images, rows)
     assert sorted(data.train.rows.tolist()) == sorted(rows.tolist())
     assert len(data.validation) == len(data.test) == 0
-    data = client_data(images, rows, may_be_empty=True)
+    data = client_data(images, rows, trains=False)
     assert (len(data.train), len(data.test)) == (1, len(rows) - 1)
     data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
     assert (len(data.train), len(data.test)) == (0, len(rows))

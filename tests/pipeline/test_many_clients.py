@@ -84,7 +84,7 @@ def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config
         (f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
         ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "search_space=mlp_small"),
     ):
-        config = compose_config(*own, "clients=4", "sampling.per_round=2")
+        config = compose_config(*own, "clients=9", "sampling.per_round=2")
         prepared, parts = data = make_data(config)
         properties = simulated_properties(config, data)
         for index, part in enumerate(parts):

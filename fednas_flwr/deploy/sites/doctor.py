@@ -260,7 +260,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start creates it
     shares = allowed.fractions
-    parts = make_client_data(prepared, rows, key=text.encode(), fractions=shares, may_be_empty=True)
+    parts = make_client_data(prepared, rows, key=text.encode(), fractions=shares, trains=False)
     if not parts.train.num_units:
         none = f"none of the {len(rows):,} records that can be read is one to train on"
         raise Trouble("; ".join([none, *prepared.train.notes]))
