@@ -195,7 +195,7 @@ def test_cfg_prints_the_composed_configuration(prints):
     assert yaml.safe_load(weights)["lr"] == 0.1
     own = "hydra.run.dir=foo"
     assert prints("run", own, "--cfg", "job")
-    assert api.compose(own).run_dir == "foo"
+    assert api.compose(own).run_dir == api.compose(f"++{own}").run_dir == "foo"
     assert api.compose(own, "run_dir=bar").run_dir == "bar"
     assert not Path("runs").exists()
 

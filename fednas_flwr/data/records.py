@@ -514,7 +514,7 @@ def assign_splits(
         if shares[position + 1 :].sum() == 0:
             edges[position] = 1.0
     parts = np.searchsorted(edges, hash_positions(ids, key=key), side="right").astype(np.int8)
-    return parts * (not trains or shares[0] == 0 or (parts == 0).sum() > 1)
+    return np.zeros_like(parts) if trains and shares[0] > 0 and (parts == 0).sum() < 2 else parts
 
 
 def assignment_digest(

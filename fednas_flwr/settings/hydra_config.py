@@ -56,7 +56,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         ConfigError: An override is malformed, or names a file that does not exist.
     """
     _check_overrides(overrides)
-    overrides = [re.sub(r"^hydra\.run\.dir=", "run_dir=", text) for text in overrides]
+    overrides = [re.sub(r"^(\+\+)?hydra\.run\.dir=", "run_dir=", text) for text in overrides]
     files = [text for text in overrides if text.startswith("config=")]
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)

@@ -4,6 +4,7 @@ import importlib.metadata
 import inspect
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import uvicorn
 from flwr.app import RecordDict
 from flwr.clientapp import ClientApp
 from flwr.server.superlink.linkstate import InMemoryLinkState, SqlLinkState
-from flwr.supercore.corestate import in_memory_corestate
+from flwr.supercore.corestate import in_memory_corestate, sql_corestate
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.task_identity import TaskIdentity
@@ -22,6 +23,7 @@ from flwr.supernode.runtime import run_clientapp
 
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.sites import superlink
 
 from ..refusals import refuses
 
@@ -117,6 +119,18 @@ def test_an_error_of_a_client_has_flowers_code():
     grid = InProcessGrid(app, 1)
     (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "query.x", 2, "")])
     assert (reply.error.code, reply.error.reason) == (2, "ValueError: no")
+
+
+def test_a_superlink_has_time_for_what_it_has_had_started(monkeypatch):
+    name, states, seen = "HEARTBEAT_DEFAULT_INTERVAL", (in_memory_corestate, sql_corestate), []
+    replaced = [(uvicorn, "run"), *((state, name) for state in states)]
+    replaced += [(state, "activate_node") for state in (SqlLinkState, InMemoryLinkState)]
+    for owner, attribute in replaced:  # restored after the test
+        monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
+    note = partial(seen.extend, (getattr(state, name) for state in states))  # once it is called
+    monkeypatch.setattr(superlink, "flower_superlink", note)
+    superlink.main()
+    assert seen == [superlink.BEGIN_S] * 2
 
 
 # --- A node that comes back, on Flower's own states with their clocks
