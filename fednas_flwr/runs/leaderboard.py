@@ -104,12 +104,12 @@ def candidates(folder: Path) -> list[Candidate]:
     short, long = (_scored(folder / place) for place in (rn.BASELINES_FOLDER, rn.FINALISTS_FOLDER))
     longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut one
     found = [Candidate(name, longest(long.get(name, run), run), run) for name, run in short.items()]
-    return sorted(found, key=lambda one: (one.name not in long, -one.values[0], one.name))
+    return sorted(found, key=lambda one: (one.name not in long, -_score(one.run), one.name))
 
 
 def finalists(folder: Path) -> list[str]:
     """Return the candidates to train for all rounds: the best two, linear model and front."""
-    names = [one.name for one in sorted(candidates(folder), key=lambda one: -_values(one.short)[0])]
+    names = [one.name for one in sorted(candidates(folder), key=lambda one: -_score(one.short))]
     best = [name for name in names if name != LINEAR][:FINALISTS]
     fronts = [name for name in names if name.startswith(FRONT)]
     further = {LINEAR, *fronts, *([FOUND] if fronts else [])}.difference(best)
@@ -119,7 +119,7 @@ def finalists(folder: Path) -> list[str]:
 def chosen(folder: Path) -> Candidate | None:
     """Return the candidate that a run delivers; None in a run without candidates.
 
-    It is the simplest finalist, within the limits of a search, that is less than one standard error
+    It is the simplest finalist, within the limits of a search, that is at most one standard error
     behind the best one. The linear model is the simplest; the others are ordered by parameters. The
     error is that of the difference, by the bootstrap of the same records; Breiman et al. (1984),
     section 3.4.3, take that of the best one's own score.
@@ -129,11 +129,11 @@ def chosen(folder: Path) -> Candidate | None:
     pools = (one.run.group("algorithm").get("pool") for one in known)
     limits: dict[str, Any] = next((pool["limits"] for pool in pools if pool), {})
     last = [one for one in known if one.run is not one.short and one.is_within(limits)] or known[:1]
-    best = max(last, key=lambda one: one.values[0])
+    best = max(last, key=lambda one: _score(one.run))
 
     def is_close(one: Candidate) -> bool:
         behind = [b - v for b, v in zip(best.values, one.values, strict=True)]
-        return one is best or behind[0] < _spread(behind)
+        return _score(one.run) == _score(best.run) or behind[0] <= _spread(behind)
 
     def size(one: Candidate) -> tuple[bool, float]:
         return one.name != LINEAR, one.run.numbers()["num_parameters"] or math.inf
@@ -151,6 +151,12 @@ def _scored(folder: Path) -> dict[str, rn.Run]:
 def _values(run: rn.Run) -> list[float]:
     values = run.last("evaluated").get("validation") or []
     return [math.nan if value is None else run.score.sign * value for value in values]
+
+
+def _score(run: rn.Run) -> float:
+    """Return its score on validation records; -inf if they do not define it, as without positives."""
+    score = _values(run)[0]
+    return -math.inf if math.isnan(score) else score
 
 
 def _spread(values: list[float]) -> float:

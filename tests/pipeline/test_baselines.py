@@ -1,6 +1,7 @@
 """``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -286,6 +287,15 @@ def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_pa
     config = {"algorithm": {"pool": {"limits": limits}}}
     (tmp_path / FINALISTS_FOLDER / "small" / "config.yaml").write_text(json.dumps(config))
     assert chosen(tmp_path).name == "small"
+
+
+@pytest.mark.parametrize("score", [1.0, math.nan])
+def test_of_candidates_with_the_same_scores_or_none_the_simplest_wins(tmp_path, score):
+    """Validation records without positive ones define no AUROC."""
+    for name in ("found", "linear"):
+        for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
+            add(tmp_path / place, name, score)
+    assert chosen(tmp_path).name == "linear"
 
 
 def test_a_smaller_log_loss_is_better(tmp_path):
