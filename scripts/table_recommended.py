@@ -36,7 +36,7 @@ import pandas as pd
 from table_runs import PERCENT, RESULTS, Job, arguments, make_all, measure, start
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.runs.leaderboard import candidates, chosen, compared
+from fednas_flwr.runs.leaderboard import candidates, chosen, compared, validated
 from fednas_flwr.runs.numbers import Run
 
 COMMAND = "python scripts/table_recommended.py --data <folder>"
@@ -172,7 +172,7 @@ def scores(run: Run) -> dict[str, float | None]:
     long = {one.name: one.row()["test"] for one in known}
     resnet = next((name for name in short if name.startswith("resnet")), "")
     simple = max(
-        (one for one in known if one.name in ("linear", resnet)), key=lambda one: one.values[0]
+        (one for one in known if one.name in ("linear", resnet)), key=lambda one: validated(one.run)
     )
     random = [value for name, value in short.items() if name.startswith("random") and value]
     delivered = run.scores("central")[metric]

@@ -4,12 +4,12 @@ Permutation importance (Breiman 2001; Fisher, Rudin and Dominici 2019, arXiv 180
 effects (Friedman 2001), both on test records. Correlated columns share their importance, so they
 are listed.
 
-Tensor suffixes: N records, F features, C classes.
+Tensor suffixes: N records, F features, C classes, R resamples.
 """
 
 import io
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import CATEGORY, Column, Records, feature_names
-from fednas_flwr.models.metrics import resampled, weighted_scores
+from fednas_flwr.models.metrics import resampled, score_of_sums, weighted_sums
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings.names import ACCURACY, LOSSES
+from fednas_flwr.settings.names import LOSSES
 
 FEWEST, PERMUTATIONS = 5, 40  # shuffles of each column, each on a resample of the records
 MOST_PASSES = 4000  # passes of the network; if there were more, columns get the fewest shuffles
@@ -46,7 +46,8 @@ def importance(
 
     ``columns`` have a name, the ``drop`` of the metric when the column's values are shuffled among
     the records of each site, and its 95 % ``interval`` over shuffles and resamples of the records;
-    the largest drop comes first. ``correlated`` are pairs of columns with their correlation.
+    the largest drop comes first. Areas under curves are those of :func:`score_of_sums`.
+    ``correlated`` are pairs of columns with their correlation.
     ``effects`` have, for the most important columns, values ``x`` and the mean probability ``y`` of
     the positive class if all records had these values; empty if no class is the positive one.
 
@@ -69,14 +70,18 @@ def importance(
 
     logits_NC = network(x_NF)
 
-    def measure(logits_NC: Tensor, weights_1N: Tensor) -> Tensor:
-        if metric == ACCURACY:  # all scores would take longer
-            return weights_1N @ objective.hits(logits_NC, labels_N).double() / weights_1N.sum(1)
-        return weighted_scores(logits_NC, labels_N, weights_1N, objective=objective)[metric]
-
     permutations = max(FEWEST, min(PERMUTATIONS, MOST_PASSES // len(places)))
     resamples = torch.split(resampled(permutations, number, generator), 1)
-    before = [measure(logits_NC, weights_1N) for weights_1N in resamples]
+
+    def scores(logits: Iterable[Tensor]) -> Tensor:
+        """The metric [R] of the logits [N, C] that go with each resample."""
+        sums = [
+            weighted_sums(logits_NC, labels_N, weights_1N, metric=metric, objective=objective)
+            for logits_NC, weights_1N in zip(logits, resamples, strict=True)
+        ]
+        return score_of_sums(torch.cat(sums), metric)
+
+    before_R = scores([logits_NC] * permutations)
     by_site_N = sites_N.argsort(stable=True)
 
     def shuffled(at: list[int]) -> Tensor:
@@ -90,9 +95,7 @@ def importance(
         after: list[Tensor] = []
         for some in torch.split(torch.arange(permutations), at_once):
             after += network(torch.cat([shuffled(at) for _ in some])).split(number)
-        scores = map(measure, after, resamples)
-        drops = [score - other for score, other in zip(before, scores, strict=True)]
-        drop_R = torch.cat(drops) * (-1 if metric in LOSSES else 1)
+        drop_R = (before_R - scores(after)) * (-1 if metric in LOSSES else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
         if bool(ends.isfinite().all()):
             drop = float(drop_R.nanmean())

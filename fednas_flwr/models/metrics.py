@@ -252,28 +252,33 @@ def sums(
     Returns:
         float64 [1 + RESAMPLED, ...]: sums over the records, and over bootstrap resamples of them.
     """
-    number, generator = len(labels_N), make_generator(seed, "resamples")
-    whole_1N = torch.ones(1, number, dtype=torch.float64)
-    weights_RN = torch.cat([whole_1N, resampled(RESAMPLED, number, generator)])
+    resampled_RN = resampled(RESAMPLED, len(labels_N), make_generator(seed, "resamples"))
+    weights_RN = torch.cat([torch.ones_like(resampled_RN[:1]), resampled_RN])
+    return weighted_sums(logits_NC, labels_N, weights_RN, metric=metric, objective=objective)
+
+
+def weighted_sums(
+    logits_NC: Tensor, labels_N: Tensor, weights_RN: Tensor, *, metric: str, objective: Objective
+) -> Tensor:
+    """Return :func:`sums` under each weighting of the records, float64 [R, ...]."""
     if isinstance(objective, Regression):
         return weights_RN @ objective.terms(logits_NC, labels_N)
     if metric in (ACCURACY, LOG_LOSS):
         of_record = objective.hits if metric == ACCURACY else objective.tested_losses
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
-    predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
     of_classes, scored = [], objective.scored_classes(logits_NC.shape[1])
-    bins = _num_ranks(len(scored))
+    bins, ranks_NC = _num_ranks(len(scored)), objective.ranks(logits_NC)
     places_NC = ((ranks_NC + LARGEST_RANK) * (bins / 2 / LARGEST_RANK)).long().clamp(0, bins - 1)
     for c in scored:
         member_N = objective.members(labels_N, c)
         if metric == "f1":
-            called_N = objective.members(predictions_N, c)
+            called_N = objective.members(objective.predictions(logits_NC), c)
             chosen = (member_N & called_N, member_N, called_N)
             of_classes.append(torch.stack([weights_RN[:, of].sum(1) for of in chosen], 1))
         else:
             cells_N = places_NC[:, c] + bins * member_N
-            counts_RB = torch.zeros(1 + RESAMPLED, 2 * bins, dtype=torch.float64)
+            counts_RB = torch.zeros(len(weights_RN), 2 * bins, dtype=torch.float64)
             of_classes.append(counts_RB.index_add_(1, cells_N, weights_RN))
     return torch.stack(of_classes, 1)
 
@@ -304,7 +309,7 @@ def summed(values: Sequence[float], metric: str, classes: int, number: float) ->
 
 
 def score_of_sums(total: Tensor, metric: str) -> Tensor:
-    """Return the metric [1 + RESAMPLED] of clients' added :func:`sums`; NaN where undefined.
+    """Return the metric [R] of clients' added :func:`sums`; NaN where undefined.
 
     Ranks are log odds from -10 to 10, with up to ten classes in steps of a twentieth.
     """

@@ -78,7 +78,6 @@ def evaluate(run: Run, trained: Trained) -> tuple[Trained, float | None]:
         threshold, validation = _validated(run, trained, objective, metric, released)
         central = _on_server(run, trained.network, replace(objective, threshold=threshold), metric)
         pooled = _pooled_models(run, objective) if pools_records(config) else {}
-        of_clients = _on_clients(run, trained, threshold)
         run.log.emit(
             "evaluated",
             central=central,
@@ -89,7 +88,7 @@ def evaluate(run: Run, trained: Trained) -> tuple[Trained, float | None]:
             **({"released": asdict(released)} if released else {}),
             linear=pooled.get("linear"),
             trees=pooled.get("trees"),
-            **of_clients,
+            **_on_clients(run, trained, threshold),
         )
     return trained, threshold
 
@@ -176,8 +175,7 @@ def _summed(
         run.log.emit("warning", message=message)
     if not fitting:
         return None
-    scores: list[float] = metrics.score_of_sums(torch.stack(fitting).sum(0), metric).tolist()
-    return scores
+    return metrics.score_of_sums(torch.stack(fitting).sum(0), metric).tolist()
 
 
 def _on_server(

@@ -35,14 +35,6 @@ class Candidate:
     run: rn.Run
     short: rn.Run
 
-    @property
-    def values(self) -> list[float]:
-        """Its score on validation records, then those on resamples of them; larger is better.
-
-        Empty if no validation records were held out.
-        """
-        return _values(self.run)
-
     def is_within(self, limits: Mapping[str, float | None]) -> bool:
         """Return false if it exceeds limits of a search."""
         costs, row = ("parameters", "multiply_adds", "latency_ms"), self.row()
@@ -50,12 +42,12 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """Return its row in a leaderboard, with None for values that were not measured."""
-        score, numbers = self.run.score, self.run.numbers()
+        score, numbers, values = self.run.score, self.run.numbers(), _values(self.run)
         return {
             "network": self.name,
             "metric": score.name,
-            "validation": score.sign * self.values[0] if self.values else None,
-            "standard_error": _spread(self.values) if self.values else None,
+            "validation": score.sign * values[0] if values else None,
+            "standard_error": _spread(values) if values else None,
             "test": self.run.test_score(),
             "interval": self.run.interval(),
             "accuracy": self.run.accuracy(),
@@ -104,12 +96,12 @@ def candidates(folder: Path) -> list[Candidate]:
     short, long = (_scored(folder / place) for place in (rn.BASELINES_FOLDER, rn.FINALISTS_FOLDER))
     longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut one
     found = [Candidate(name, longest(long.get(name, run), run), run) for name, run in short.items()]
-    return sorted(found, key=lambda one: (one.name not in long, -_score(one.run), one.name))
+    return sorted(found, key=lambda one: (one.name not in long, -validated(one.run), one.name))
 
 
 def finalists(folder: Path) -> list[str]:
     """Return the candidates to train for all rounds: the best two, linear model and front."""
-    names = [one.name for one in sorted(candidates(folder), key=lambda one: -_score(one.short))]
+    names = [one.name for one in sorted(candidates(folder), key=lambda one: -validated(one.short))]
     best = [name for name in names if name != LINEAR][:FINALISTS]
     fronts = [name for name in names if name.startswith(FRONT)]
     further = {LINEAR, *fronts, *([FOUND] if fronts else [])}.difference(best)
@@ -129,11 +121,12 @@ def chosen(folder: Path) -> Candidate | None:
     pools = (one.run.group("algorithm").get("pool") for one in known)
     limits: dict[str, Any] = next((pool["limits"] for pool in pools if pool), {})
     last = [one for one in known if one.run is not one.short and one.is_within(limits)] or known[:1]
-    best = max(last, key=lambda one: _score(one.run))
+    best = max(last, key=lambda one: validated(one.run))
 
     def is_close(one: Candidate) -> bool:
-        behind = [b - v for b, v in zip(best.values, one.values, strict=True)]
-        return _score(one.run) == _score(best.run) or behind[0] <= _spread(behind)
+        values = zip(_values(best.run), _values(one.run), strict=True)
+        behind = [best_value - value for best_value, value in values]
+        return validated(one.run) == validated(best.run) or behind[0] <= _spread(behind)
 
     def size(one: Candidate) -> tuple[bool, float]:
         return one.name != LINEAR, one.run.numbers()["num_parameters"] or math.inf
@@ -149,12 +142,16 @@ def _scored(folder: Path) -> dict[str, rn.Run]:
 
 
 def _values(run: rn.Run) -> list[float]:
+    """Return its score on validation records, then those on resamples of them; larger is better.
+
+    Empty if no validation records were held out.
+    """
     values = run.last("evaluated").get("validation") or []
     return [math.nan if value is None else run.score.sign * value for value in values]
 
 
-def _score(run: rn.Run) -> float:
-    """Return its score on validation records; -inf if they do not define it, as without positives."""
+def validated(run: rn.Run) -> float:
+    """Return its score on validation records; -inf where they do not define it."""
     score = _values(run)[0]
     return -math.inf if math.isnan(score) else score
 
