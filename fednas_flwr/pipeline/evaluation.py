@@ -148,7 +148,7 @@ def _validated(
     if not _shows_clients(run.config) or not (thresholded or holds_out):
         return threshold, None
     replies = _validation_replies(run, trained, summed=metric if holds_out else None)
-    counted = [reply for reply in replies if "histogram" in reply.properties]
+    counted = [reply for reply in replies.values() if "histogram" in reply.properties]
     if choice := chosen(run.folder):  # chosen on records that were not trained on
         threshold = choice.run.last("evaluated").get("threshold")
     elif thresholded and counted:
@@ -156,21 +156,24 @@ def _validated(
             [reply.properties["histogram"] for reply in counted],
             [reply.num_examples for reply in counted],  # instead of the client's own count
         )
-    if not (holds_out and replies):
-        return threshold, None
-    return threshold, _summed(run, replies, metric, len(objective.scored_classes(num_classes)))
+    scored = len(objective.scored_classes(num_classes))
+    return threshold, _summed(run, replies, metric, scored) if holds_out else None
 
 
 def _summed(
-    run: Run, replies: Sequence[Reply], metric: str, num_classes: int
+    run: Run, replies: Mapping[int, Reply], metric: str, num_classes: int
 ) -> list[float] | None:
-    """A score from the sums that clients return, and on resamples; None if all are malformed."""
-    totals = [
-        metrics.summed(r.properties.get("sums", ()), metric, num_classes, r.num_examples)
-        for r in replies
-    ]
-    fitting = [total for total in totals if total is not None]
-    if missing := len(totals) - len(fitting):
+    """A score from the sums that clients return, and on resamples; None if all are malformed.
+
+    They weigh as their replies do, of which none may have more than its largest share.
+    """
+    fitting = []
+    for client, reply in replies.items():
+        records = run.cohort.properties[client]["splits"]["validation"]
+        sums = metrics.summed(reply.properties.get("sums", ()), metric, num_classes, records)
+        if sums is not None:
+            fitting.append(sums * (reply.num_examples / records))
+    if missing := len(replies) - len(fitting):
         message = f"malformed validation scores are left out (clients: {missing})"
         run.log.emit("warning", message=message)
     if not fitting:
@@ -247,15 +250,15 @@ def _on_clients(run: Run, trained: Trained, threshold: float | None) -> dict[str
     return results
 
 
-def _validation_replies(run: Run, trained: Trained, *, summed: str | None) -> list[Reply]:
-    """The replies of clients that measure the network on validation records; empty if too few."""
+def _validation_replies(run: Run, trained: Trained, *, summed: str | None) -> dict[int, Reply]:
+    """The replies of clients that measure the network on validation records; none if too few."""
     cohort, (description, _, states) = run.cohort, trained
     having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
     request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
     exchange = Exchange("evaluate.model", "evaluate", request, states=states, among=having)
     with suppress(QuorumError):
-        return [reply for _, reply in cohort.ask(exchange)]
-    return []
+        return dict(cohort.ask(exchange))
+    return {}
 
 
 def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:

@@ -128,3 +128,20 @@ def test_pooled_models_are_scored_by_their_own_most_probable_class(finished_run,
     assert first["threshold"] is not None
     assert first["central"]["accuracy"] != second["central"]["accuracy"]
     assert (first["linear"], first["trees"]) == (second["linear"], second["trees"])
+
+
+def test_a_large_site_takes_part_in_the_choice_with_half_of_the_weight(run_inline, tmp_path):
+    """The model predicts its class, which nobody else has."""
+    sites = np.repeat(["large", "small", "other"], [80, 20, 20])
+    table = pd.DataFrame({"x": np.arange(120) % 2, "site": sites, "y": sites == "large"})
+    table.to_csv(tmp_path / "t.csv", index=False)
+    data = f"dataset=csv dataset.root={tmp_path / 't.csv'} dataset.label=y partition=column"
+    model = "algorithm=fedavg algorithm.network=linear stages=[retrain,evaluate] clients=3"
+    split = "dataset.fractions={train:0.5,validation:0.5,test:0} dataset.server_test=false"
+    rounds = "retrain.rounds=5 retrain.evaluate_every=5 partition.column=site"
+    run = run_inline(*f"{data} {model} {split} {rounds} evaluation.metric=accuracy".split())
+    large, *others = (split["validation"] for split in run.the("partition")["splits"])
+    half = large / 2  # as of 80 records all others have 40
+    assert run.the("evaluated")["validation"][0] == pytest.approx(half / (half + sum(others)))
+    (warning,) = (event["message"] for event in run.named("warning"))
+    assert "held to 0.5 of an average (runtime.largest_share)" in warning
