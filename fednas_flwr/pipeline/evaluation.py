@@ -305,11 +305,12 @@ def _ask_tests(
     try:
         for client, reply in cohort.ask(exchange):
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
-            fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
-            fields |= reply.properties.get("scores", {})
+            # A reply's own number may be held to its largest share.
+            splits = cohort.properties[client]["splits"] if _shows_clients(run.config) else {}
+            counted = {"num_examples": splits.get("test", reply.num_examples)}
+            fields: dict[str, Any] = whose | counted | reply.properties.get("scores", {})
             if gain := reply.properties.get("gain"):
-                most = cohort.properties[client]["splits"]["validation"]
-                fields |= {"gain": gain} if gain[2] <= most else {}
+                fields |= {"gain": gain} if gain[2] <= splits["validation"] else {}
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # a failed test must not lose the trained network
         run.log.emit("warning", message=f"few clients could test the network: {error}")

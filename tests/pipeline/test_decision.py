@@ -137,11 +137,13 @@ def test_a_large_site_takes_part_in_the_choice_with_half_of_the_weight(run_inlin
     table.to_csv(tmp_path / "t.csv", index=False)
     data = f"dataset=csv dataset.root={tmp_path / 't.csv'} dataset.label=y partition=column"
     model = "algorithm=fedavg algorithm.network=linear stages=[retrain,evaluate] clients=3"
-    split = "dataset.fractions={train:0.5,validation:0.5,test:0} dataset.server_test=false"
+    split = "dataset.fractions={train:.3,validation:.5,test:.2} dataset.server_test=false"
     rounds = "retrain.rounds=5 retrain.evaluate_every=5 partition.column=site"
     run = run_inline(*f"{data} {model} {split} {rounds} evaluation.metric=accuracy".split())
-    large, *others = (split["validation"] for split in run.the("partition")["splits"])
+    splits, evaluated = run.the("partition")["splits"], run.the("evaluated")
+    large, *others = (split["validation"] for split in splits)
     half = large / 2  # as of 80 records all others have 40
-    assert run.the("evaluated")["validation"][0] == pytest.approx(half / (half + sum(others)))
+    assert evaluated["validation"][0] == pytest.approx(half / (half + sum(others)))
+    assert [one["num_examples"] for one in evaluated["clients"]] == [one["test"] for one in splits]
     (warning,) = (event["message"] for event in run.named("warning"))
     assert "held to 0.5 of an average (runtime.largest_share)" in warning
