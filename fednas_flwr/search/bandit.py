@@ -36,7 +36,7 @@ from torch import Tensor
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.settings import optimizers as opt
 
-LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
+LEAST = 1e-30  # a probability or a scale below this counts as none; keeps quotients finite
 DISCOUNT = 0.9  # of the losses in FedEx' baseline, per round
 EQUAL = 1e-9  # nats: a smaller excess is rounding, which steps would magnify
 
@@ -96,7 +96,7 @@ class Bandit(Learnt):
         """Pi [N], the softmax of the estimates in units of scale and temperature."""
         unit = self.settings.temperature
         if self.settings.scaled:
-            unit *= self.scale if self.scale > 0 else 1.0
+            unit *= self.scale if self.scale > LEAST else 1.0
             unit = math.hypot(unit, self.noise)
         return (self.estimates_N / unit).softmax(dim=0)
 

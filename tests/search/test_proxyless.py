@@ -26,7 +26,7 @@ from ..refusals import refuses
 from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
 from .conftest import tensors_of
-from .test_local_search import optimizers_of
+from .test_samplers import optimizers_of
 
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.01, weight_decay=0.0)
