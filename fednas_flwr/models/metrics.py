@@ -267,13 +267,14 @@ def weighted_sums(
         of_record = objective.hits if metric == ACCURACY else objective.tested_losses
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
+    predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
     of_classes, scored = [], objective.scored_classes(logits_NC.shape[1])
-    bins, ranks_NC = _num_ranks(len(scored)), objective.ranks(logits_NC)
+    bins = _num_ranks(len(scored))
     places_NC = ((ranks_NC + LARGEST_RANK) * (bins / 2 / LARGEST_RANK)).long().clamp(0, bins - 1)
     for c in scored:
         member_N = objective.members(labels_N, c)
         if metric == "f1":
-            called_N = objective.members(objective.predictions(logits_NC), c)
+            called_N = objective.members(predictions_N, c)
             chosen = (member_N & called_N, member_N, called_N)
             of_classes.append(torch.stack([weights_RN[:, of].sum(1) for of in chosen], 1))
         else:

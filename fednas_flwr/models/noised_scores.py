@@ -80,7 +80,7 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
         counts: Sum over all clients [2 B], in the order of :func:`one_hot`.
         noise: Standard deviation of the noise in each count, 0 or more.
     """
-    sums = (counts.double().view(2, -1, width).sum(2) for width in WIDTHS)
+    sums = (counts.double().view(2, BINS // width, width).sum(2) for width in WIDTHS)
     scores = (_scores(of, noise * math.sqrt(BINS / of.shape[1])) for of in sums)
     return next((one for one in scores if one is not None), None)
 

@@ -124,8 +124,7 @@ def chosen(folder: Path) -> Candidate | None:
     best = max(last, key=lambda one: validated(one.run))
 
     def is_close(one: Candidate) -> bool:
-        values = zip(_values(best.run), _values(one.run), strict=True)
-        behind = [best_value - value for best_value, value in values]
+        behind = [b - v for b, v in zip(_values(best.run), _values(one.run), strict=True)]
         return validated(one.run) == validated(best.run) or behind[0] <= _spread(behind)
 
     def size(one: Candidate) -> tuple[bool, float]:
@@ -151,7 +150,7 @@ def _values(run: rn.Run) -> list[float]:
 
 
 def validated(run: rn.Run) -> float:
-    """Return its score on validation records; -inf where they do not define it."""
+    """Return the score of a measured run on validation records; -inf if they do not define it."""
     score = _values(run)[0]
     return -math.inf if math.isnan(score) else score
 

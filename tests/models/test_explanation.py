@@ -92,6 +92,13 @@ def test_of_numbers_too_what_the_network_reads_matters_most(metric):
     assert first["drop"] > 1
 
 
+def test_scores_are_those_of_the_resampled_records(monkeypatch):
+    """Of no record at all there is no score, and so no drop."""
+    none = torch.zeros(PERMUTATIONS, NUMBER).double()
+    monkeypatch.setattr("fednas_flwr.models.explanation.resampled", lambda *_: none)
+    assert explained()["columns"] == []
+
+
 def test_columns_that_go_together_are_named():
     ((a, b, correlation),) = explained()["correlated"]
     assert {a, b} == {"used", "twin"}

@@ -142,8 +142,8 @@ def test_a_large_site_takes_part_in_the_choice_with_half_of_the_weight(run_inlin
     run = run_inline(*f"{data} {model} {split} {rounds} evaluation.metric=accuracy".split())
     splits, evaluated = run.the("partition")["splits"], run.the("evaluated")
     large, *others = (split["validation"] for split in splits)
-    half = large / 2  # as of 80 records all others have 40
-    assert evaluated["validation"][0] == pytest.approx(half / (half + sum(others)))
+    # It weighs half as much as its records: all others together have 40 where it has 80.
+    assert evaluated["validation"][0] == pytest.approx(large / (large + 2 * sum(others)))
     assert [one["num_examples"] for one in evaluated["clients"]] == [one["test"] for one in splits]
     (warning,) = (event["message"] for event in run.named("warning"))
     assert "held to 0.5 of an average (runtime.largest_share)" in warning
